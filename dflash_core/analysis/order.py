@@ -1,0 +1,120 @@
+"""The order in which batches were consumed: bucket runs at three levels, and what shuffling would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.random import Generator
+
+from dflash_core.analysis.reader import numbers
+from dflash_core.analysis.runs import Run
+from dflash_core.bucketing import order_statistics, run_lengths, shortest_possible_longest_run
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+MAX_PERMUTATIONS = 200
+MIN_PERMUTATIONS = 20
+# Batches that may be shuffled in all: long runs need fewer permutations, as their longest run varies less.
+SHUFFLED_BATCHES = 4_000_000
+MIXED = -1
+
+
+def run_length_rows(run: Run) -> list[dict[str, Any]]:
+    """Rows of `run_lengths`: how many bucket runs of a length there are, at three levels.
+
+    `flat`: batches in the order of the plan. `cell`: batches of one cell, which is what one drafter sees; runs of all
+    cells together. `step`: consecutive optimizer steps that lean to the same bucket (`leaning_bucket`); a null bucket
+    stands for steps that lean to none. `run_length` counts batches (flat, cell) or steps (step).
+    """
+    bucket = run.buckets()
+    cell = numbers(run.batches, "cell", missing=0)
+    rows = list(_counted(run.run_id, "flat", [bucket]))
+    rows += _counted(run.run_id, "cell", [bucket[cell == one] for one in np.unique(cell)])
+    rows += _counted(run.run_id, "step", [leaning_bucket(run)])
+    return rows
+
+
+def _counted(run_id: str, level: str, orders: list[IntArray]) -> Iterator[dict[str, Any]]:
+    encoded = [run_lengths(order) for order in orders]
+    pairs = np.stack([np.concatenate([e[0] for e in encoded]), np.concatenate([e[1] for e in encoded])])
+    kinds, counts = np.unique(pairs, axis=1, return_counts=True)
+    for (bucket, length), count in zip(kinds.T.tolist(), counts.tolist(), strict=True):
+        yield {
+            "run_id": run_id,
+            "level": level,
+            "bucket": None if bucket == MIXED else bucket,
+            "run_length": length,
+            "count": count,
+        }
+
+
+def step_counts(run: Run) -> IntArray:
+    """Batches per bucket of each trained step, [steps, buckets]; steps in order, those without batches left out."""
+    step, buckets = numbers(run.batches, "step").astype(np.int64), run.num_buckets
+    first, last = int(step.min()), int(step.max())
+    flat = np.bincount((step - first) * buckets + run.buckets(), minlength=(last - first + 1) * buckets)
+    counts = flat.reshape(-1, buckets)
+    return np.asarray(counts[counts.any(axis=1)])
+
+
+def leaning_bucket(run: Run) -> IntArray:
+    """For each step the bucket that it leans to, or `MIXED`.
+
+    A step leans to a bucket when it holds more than one batch above the bucket's quota (batches of the step times the
+    bucket's share of the run), or when it has several batches and all are of that bucket. The bucket furthest above its
+    quota counts. A step composed as evenly as whole batches allow leans to none.
+    """
+    counts = step_counts(run)
+    size = counts.sum(axis=1)
+    excess = counts - np.outer(size, counts.sum(axis=0) / counts.sum())
+    most = excess.argmax(axis=1)
+    rows = np.arange(len(counts))
+    whole = (counts[rows, most] == size) & (size > 1) & (np.count_nonzero(counts.sum(axis=0)) > 1)
+    leans = (excess[rows, most] > 1 + 1e-9) | whole
+    return np.where(leans, most, MIXED)
+
+
+def order_summary(run: Run, rng: Generator) -> dict[str, Any]:
+    """The order's columns of `runs`.
+
+    `longest_run` is that of all batches in their order. An epoch is planned on its own, and where two meet, runs can join;
+    so what is held against a bound is `longest_run_in_epoch`, that of the worst epoch. `shortest_possible_longest_run` is its
+    bound: the greatest R* of an epoch's bucket counts. `shuffled_*` is what `longest_run_in_epoch` becomes when each epoch
+    is shuffled at random. Meaning of the other columns: `bucketing.OrderStatistics`.
+    """
+    bucket = run.buckets()
+    epochs = np.split(bucket, np.flatnonzero(np.diff(numbers(run.batches, "epoch", missing=0))) + 1)
+    found = order_statistics(
+        bucket,
+        step=numbers(run.batches, "step").astype(np.int64),
+        mean_length=numbers(run.batches, "mean_seq_len", missing=0),
+        num_buckets=run.num_buckets,
+        num_tokens=numbers(run.batches, "num_tokens", missing=0),
+        num_padded_tokens=numbers(run.batches, "num_padded_tokens", missing=0),
+    ).as_dict()
+    shuffled = shuffled_longest_runs(epochs, rng)
+    bounds = [shortest_possible_longest_run(np.bincount(epoch, minlength=run.num_buckets)) for epoch in epochs]
+    return {
+        **{key: value for key, value in found.items() if key != "num_batches"},
+        "longest_run_in_epoch": max(int(run_lengths(epoch)[1].max()) for epoch in epochs),
+        "shortest_possible_longest_run": max(bounds),
+        "shuffled_longest_run_median": float(np.median(shuffled)),
+        "shuffled_longest_run_p05": float(np.quantile(shuffled, 0.05)),
+        "shuffled_longest_run_p95": float(np.quantile(shuffled, 0.95)),
+    }
+
+
+def shuffled_longest_runs(epochs: Sequence[IntArray], rng: Generator) -> IntArray:
+    """Longest bucket run inside an epoch, for up to `MAX_PERMUTATIONS` random permutations of the batches of each epoch."""
+    num_batches = sum(len(epoch) for epoch in epochs)
+    draws = int(np.clip(SHUFFLED_BATCHES // num_batches, MIN_PERMUTATIONS, MAX_PERMUTATIONS))
+    longest = np.zeros(draws, dtype=np.int64)
+    for epoch in epochs:
+        small = epoch.astype(np.int16)
+        for i in range(draws):
+            rng.shuffle(small)
+            ends = np.flatnonzero(small[1:] != small[:-1])
+            longest[i] = max(longest[i], np.diff(ends, prepend=-1, append=len(small) - 1).max())
+    return longest

@@ -1,0 +1,180 @@
+"""Read a run's metrics: JSON lines while it lives, Parquet once it has ended.
+
+Two rules make a killed and resumed run readable. A torn last line is skipped. A step that was trained again after a resume
+counts once: the rows of its last attempt stay, those of earlier ones go.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from dflash_core.analysis.tables import SCHEMA_VERSION, STREAMS, VERSION_KEY, write_table
+from dflash_core.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+SOURCE_BYTES_KEY = "dflash.source_bytes"
+# The small streams hold fields of many kinds, whose types Arrow's reader would guess (a text like a date becomes a date).
+PARSED_BY_ARROW = ("steps", "batches")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a JSONL file, in order.
+
+    Blank lines, and a last line that is torn (not JSON, or without its newline and not JSON), are skipped.
+
+    Raises:
+        DataError: the file is missing, or another line is not a JSON object; names file and row.
+    """
+    return _rows_of(_content(path), path)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _rows_of(data: bytes, path: Path) -> list[dict[str, Any]]:
+    lines = data.split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # only a last line without its newline comes here: the file's writer was killed
+                break
+            raise DataError(f"{path}, row {number}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, row {number}: not a JSON object")
+        rows.append(row)
+    return rows
+
+
+def read_stream(run_dir: Path, stream: str, *, compact: bool) -> pa.Table:
+    """All rows of one stream of a run, every attempt, in the order of writing; no rows where the stream has no file.
+
+    Columns are those of `tables.STREAMS` plus what else the rows hold. The Parquet file is taken when it was made from
+    the JSONL file as it is now. With `compact`, it is written if it is not there.
+
+    Raises:
+        DataError: a file is damaged; names file and row.
+    """
+    source, compacted = run_dir / "metrics" / f"{stream}.jsonl", run_dir / "metrics" / f"{stream}.parquet"
+    num_bytes = source.stat().st_size if source.is_file() else None
+    if compacted.is_file():
+        table = _read_compacted(compacted, num_bytes)
+        if table is not None:
+            return table
+    if num_bytes is None:
+        return STREAMS[stream].empty_table()
+    data = _content(source)
+    table = _parse(data, source, stream)
+    if compact:
+        try:
+            write_table(compacted, stream, table, {SOURCE_BYTES_KEY: str(len(data))})
+        except OSError as error:
+            logger.warning("%s: not compacted: %s", source, error)
+    return table
+
+
+def _read_compacted(path: Path, source_bytes: int | None) -> pa.Table | None:
+    """The compacted stream, or None when its JSONL source has grown since, or another version of this code wrote it."""
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}; remove it to have it made again") from None
+    metadata = table.schema.metadata or {}
+    fresh = source_bytes is None or metadata.get(SOURCE_BYTES_KEY.encode()) == str(source_bytes).encode()
+    same_version = metadata.get(VERSION_KEY) == str(SCHEMA_VERSION).encode()
+    return table.replace_schema_metadata(None) if fresh and same_version else None
+
+
+def _parse(data: bytes, path: Path, stream: str) -> pa.Table:
+    whole = data[: data.rfind(b"\n") + 1]
+    if stream in PARSED_BY_ARROW and whole == data and data.strip():
+        try:
+            return _typed(_parse_by_arrow(data, stream), stream)
+        except pa.ArrowInvalid:
+            pass  # the slow way below takes what Arrow does not, or finds the row and says what is wrong with it
+    try:
+        return _typed(_table_of_rows(_rows_of(data, path), stream), stream)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError(f"{path}: a field has values of another type than it should: {error}") from None
+
+
+def _raw_schema(stream: str) -> pa.Schema:
+    """The stream's schema as it stands in JSON, with times as seconds since 1970."""
+    return pa.schema([(f.name, pa.float64() if f.name == "time" else f.type) for f in STREAMS[stream]])
+
+
+def _parse_by_arrow(data: bytes, stream: str) -> pa.Table:
+    options = pyarrow.json.ParseOptions(explicit_schema=_raw_schema(stream), unexpected_field_behavior="infer")
+    return pyarrow.json.read_json(io.BytesIO(data), parse_options=options)
+
+
+def _table_of_rows(rows: list[dict[str, Any]], stream: str) -> pa.Table:
+    known = _raw_schema(stream)
+    extra = sorted({name for row in rows for name in row} - set(known.names))
+    columns = {f.name: pa.array([row.get(f.name) for row in rows], type=f.type) for f in known}
+    columns |= {name: _infer([row.get(name) for row in rows]) for name in extra}
+    return pa.table(columns)
+
+
+def _infer(values: list[Any]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # a field of mixed types has no column type but text
+        return pa.array([None if value is None else json.dumps(value) for value in values])
+
+
+def _typed(table: pa.Table, stream: str) -> pa.Table:
+    seconds = table["time"]
+    micros = pc.round(pc.multiply(seconds, 1e6)).cast(pa.int64()) if len(table) else seconds.cast(pa.int64())
+    table = table.set_column(table.schema.get_field_index("time"), "time", micros.cast(pa.timestamp("us", tz="UTC")))
+    known = STREAMS[stream].names
+    return table.select(known + [name for name in table.column_names if name not in known])
+
+
+def last_attempts(table: pa.Table, keys: Iterable[str] = ("step",)) -> pa.Table:
+    """Drop the rows of a key (by default a step) that a later attempt holds too."""
+    if not len(table):
+        return table
+    attempt = numbers(table, "attempt", missing=0)
+    groups = table.select(list(keys)).to_pandas()
+    last = groups.assign(attempt=attempt).groupby(list(keys), dropna=False, sort=False)["attempt"].transform("max")
+    return table.filter(pa.array(attempt == last.to_numpy()))
+
+
+def numbers(table: pa.Table, column: str, missing: float = np.nan) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """A column as float64, nulls as `missing`."""
+    values = pc.fill_null(table[column].cast(pa.float64()), missing)
+    return np.asarray(values.to_numpy())
+
+
+def matrix(table: pa.Table, column: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """A list column as float64 of shape [rows, longest list], NaN where a list is shorter or null."""
+    lists = table[column].combine_chunks()
+    if isinstance(lists, pa.ChunkedArray):
+        lists = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.array([], type=table.schema.field(column).type)
+    lengths = np.asarray(pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)).astype(np.int64)
+    result = np.full((len(lists), int(lengths.max(initial=0))), np.nan)
+    flat = np.asarray(pc.fill_null(pc.list_flatten(lists).cast(pa.float64()), np.nan).to_numpy(zero_copy_only=False))
+    rows = np.repeat(np.arange(len(lists)), lengths)
+    columns = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    result[rows, columns] = flat
+    return result

@@ -1,0 +1,166 @@
+"""One run folder in memory, and whether several of them may be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import yaml
+
+from dflash_core.analysis.reader import last_attempts, numbers, read_stream
+from dflash_core.errors import DataError, UserError
+from dflash_core.provenance import read_json
+
+ENDED = ("completed", "stopped", "failed")
+COMPARABLE_FIELDS = ("dataset_fingerprint", "target")
+COMPARABLE_KEYS = ("bucketing.batches_per_step", "bucketing.token_budget")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder (DESIGN section 4), with the last attempt of each step only.
+
+    `steps` is sorted by step and `batches` by sequence number: the order in which they were trained.
+    """
+
+    folder: Path
+    run_id: str
+    name: str
+    manifest: Mapping[str, Any]
+    config: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    num_attempts: int
+    steps: pa.Table
+    batches: pa.Table
+    evals: pa.Table
+    events: pa.Table
+    stats: pa.Table
+
+    def setting(self, dotted: str) -> Any:
+        """The value of `bucketing.order` and the like, None where the configuration has no such key."""
+        value: Any = self.config
+        for key in dotted.split("."):
+            if not isinstance(value, Mapping) or key not in value:
+                return None
+            value = value[key]
+        return value
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of the configuration, or as many as the batches show."""
+        seen = int(numbers(self.batches, "bucket").max()) + 1
+        configured = self.setting("bucketing.num_buckets")
+        return max(seen, configured) if isinstance(configured, int) else seen
+
+    def buckets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The bucket of each batch in training order."""
+        return numbers(self.batches, "bucket").astype(np.int64)
+
+
+def load_run(folder: Path) -> Run:
+    """Read a run folder. The metrics of a run that has ended are compacted to Parquet on the way.
+
+    Raises:
+        UserError: it is no run folder, or the run has no finished step; names the file.
+        DataError: a file is damaged; names file and row.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder")
+    manifest = _document(folder / "manifest.json")
+    config = _document(folder / "config.yaml")
+    provenance = _document(folder / "provenance.json") if (folder / "provenance.json").is_file() else {}
+    compact = manifest.get("state") in ENDED
+    streams = {name: read_stream(folder, name, compact=compact) for name in ("steps", "batches", "evals", "events", "stats")}
+    for name in ("steps", "batches"):
+        if not len(streams[name]):
+            raise UserError(f"{folder / 'metrics' / name}.jsonl: missing or without rows: the run has not finished a step")
+    for name, columns in {"steps": ("step",), "batches": ("step", "seq_no", "bucket")}.items():
+        for column in columns:
+            if streams[name][column].null_count:
+                raise DataError(f"{folder / 'metrics' / name}.jsonl: rows without {column}")
+    run_id = str(manifest.get("run_id") or folder.name)
+    return Run(
+        folder=folder,
+        run_id=run_id,
+        name=str(manifest.get("name") or run_id),
+        manifest=manifest,
+        config=config,
+        provenance=provenance,
+        num_attempts=int(numbers(streams["steps"], "attempt", missing=0).max()) + 1,
+        steps=_one_per_key(streams["steps"], "step"),
+        batches=_one_per_key(last_attempts(streams["batches"]), "seq_no"),
+        evals=last_attempts(streams["evals"], ("kind", "source", "position", "metric", "step")),
+        events=streams["events"],
+        stats=last_attempts(streams["stats"]).sort_by("step"),
+    )
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    try:
+        value = read_json(path) if path.suffix == ".json" else yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: not a run folder, this file cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: damaged: {' '.join(str(error).split())}") from None
+    if not isinstance(value, Mapping):
+        raise DataError(f"{path}: holds a {type(value).__name__}, not keys and values")
+    return value
+
+
+def _one_per_key(table: pa.Table, key: str) -> pa.Table:
+    """One row per key, of its last attempt, sorted by key."""
+    table = last_attempts(table, (key,))
+    order = np.argsort(numbers(table, key), kind="stable")
+    values = numbers(table, key)[order]
+    is_last = np.append(values[1:] != values[:-1], True)
+    return table.take(pa.array(order[is_last]))
+
+
+def load_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read several run folders.
+
+    Raises:
+        UserError: no folder was given, or two hold the same run.
+    """
+    if not folders:
+        raise UserError("no run folders to analyse")
+    runs: dict[str, Run] = {}
+    for folder in folders:
+        run = load_run(folder)
+        if run.run_id in runs:
+            raise UserError(f"{folder}: run {run.run_id} is already given as {runs[run.run_id].folder}")
+        runs[run.run_id] = run
+    return list(runs.values())
+
+
+def incomparable(runs: Sequence[Run]) -> list[str]:
+    """What forbids a plain comparison: other data, target or step size. One line per difference, none when all agree."""
+    values = {field: [run.manifest.get(field) for run in runs] for field in COMPARABLE_FIELDS}
+    values |= {key: [run.setting(key) for run in runs] for key in COMPARABLE_KEYS}
+    return [
+        f"{label}: " + ", ".join(f"{run.name} has {value}" for run, value in zip(runs, found, strict=True))
+        for label, found in values.items()
+        if len({repr(value) for value in found}) > 1
+    ]
+
+
+def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The dotted configuration keys that the runs do not share, with one value per run; the run's own name is left out."""
+    flat = [_flatten(run.config) for run in runs]
+    keys = sorted({key for config in flat for key in config})
+    different = {key: [config.get(key) for config in flat] for key in keys if key not in ("name", "run_id")}
+    return {key: values for key, values in different.items() if len({repr(value) for value in values}) > 1}
+
+
+def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= _flatten(item, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = item
+    return flat

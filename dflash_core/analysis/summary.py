@@ -1,0 +1,263 @@
+"""What a report says in words and tables, before it is put on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, isinf, isnan
+from typing import Any
+
+from dflash_core.analysis.compare import excludes_zero, find
+from dflash_core.analysis.runs import Run, config_differences
+
+Row = Mapping[str, Any]
+
+LABELS = {
+    "final_loss": "final loss",
+    "loss_sd_detrended": "loss scatter around its trend",
+    "grad_norm_mean": "gradient norm, mean",
+    "grad_norm_sd_detrended": "gradient norm scatter around its trend",
+    "grad_norm_spikes": "gradient norm spikes",
+    "clip_share": "clipped steps",
+    "acceptance_length": "acceptance length",
+    "longest_run": "longest bucket run",
+    "longest_run_in_epoch": "longest bucket run inside an epoch",
+    "mean_run": "mean bucket run",
+    "runs_z": "runs test z (negative: clustered)",
+    "lag1_correlation": "lag-1 correlation of batch length",
+    "prefix_deviation": "largest deviation from an even mix",
+    "step_share_sd": "step-to-step sd of the main bucket's share",
+    "padding_efficiency": "padding efficiency",
+    "grad_norm_p95": "gradient norm, 95th percentile",
+    "tokens_per_s": "throughput, real tokens",
+    "anchors_per_s": "throughput, anchors",
+    "data_wait_share": "targets waited for data",
+    "target_wait_share": "drafter waited for targets",
+}
+# Differences that the summary puts in words, when they have an interval.
+TOLD = ("final_loss", "loss_sd_detrended", "grad_norm_mean", "grad_norm_sd_detrended")
+SHOWN_SETTINGS = 6
+FEW_RUNS = 4
+MAX_COMPARISON_TABLES = 8
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts: the first column names the row, `bold` holds the numbers of rows to stress."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    bold: frozenset[int] = frozenset()
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A value for people: `digits` significant digits, thousands separated, a dash for "not measured"."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if isnan(value) or isinf(value):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    text = f"{value:.{digits}g}"
+    if "e" in text:
+        return f"{value:,.0f}" if abs(value) >= 1 else f"{value:.2g}"
+    return text
+
+
+def signed(value: float | None) -> str:
+    return "–" if value is None else ("+" if value > 0 else "") + number(value)
+
+
+def summary_lines(runs: Sequence[Run], rows: Sequence[Row], comparisons: Sequence[Row], differences: Sequence[str]) -> list[str]:
+    """The findings in plain words, most important first; of many runs only what they have in common.
+
+    `differences` are those that forbid a plain comparison.
+    """
+    lines = []
+    if differences:
+        lines.append("These runs are not comparable, read on with care. " + "; ".join(differences) + ".")
+    lines.append(_what(runs, rows))
+    if len(rows) <= FEW_RUNS:
+        lines += [_order_line(row) for row in rows]
+        lines += [line for line in (_acceptance_line(row) for row in rows) if line]
+        for other in rows[1:]:
+            lines += _difference_lines(rows[0], other, comparisons)
+    else:
+        lines += _lines_for_many(rows)
+    for row in rows:
+        if row["num_skipped"]:
+            lines.append(f"{row['name']}: the non-finite guard left out {row['num_skipped']} of {row['num_steps']} steps.")
+    return lines
+
+
+def _what(runs: Sequence[Run], rows: Sequence[Row]) -> str:
+    states = ", ".join(f"{row['name']} ({number(row['num_steps'])} steps, {row['state'] or 'unknown state'})" for row in rows)
+    if len(runs) == 1:
+        return f"One run: {states}."
+    if len(runs) > FEW_RUNS:
+        states = shortened([row["name"] for row in rows])
+    changed = [f"{key} ({shortened(list(dict.fromkeys(map(str, values))))})" for key, values in config_differences(runs).items()]
+    more = f" and {len(changed) - SHOWN_SETTINGS} more" if len(changed) > SHOWN_SETTINGS else ""
+    how = f"They differ in {'; '.join(changed[:SHOWN_SETTINGS])}{more}." if changed else "Their configurations are the same."
+    return f"{len(runs)} runs: {states}. {how}"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - FEW_RUNS} more" if len(names) > FEW_RUNS else ""
+    return ", ".join(names[:FEW_RUNS]) + more
+
+
+def _lines_for_many(rows: Sequence[Row]) -> list[str]:
+    best = [row["name"] for row in rows if row["longest_run_in_epoch"] == row["shortest_possible_longest_run"]]
+    worst = max(rows, key=lambda row: row["longest_run_in_epoch"])
+    shuffled = number(worst["shuffled_longest_run_median"])
+    lines = [
+        f"Inside an epoch, the longest run of batches from one bucket is the shortest possible in {len(best)} of {len(rows)} runs"
+        f"{': ' + shortened(best) if best else ''}; the longest of all, {number(worst['longest_run_in_epoch'])} batches, "
+        f"is in {worst['name']}, where random shuffling gives {shuffled}."
+    ]
+    known = sorted((row for row in rows if row["acceptance_length"] is not None), key=lambda row: row["acceptance_length"])
+    if known:
+        low, high = known[0], known[-1]
+        lines.append(
+            f"Acceptance length, +1 included: from {low['acceptance_length']:.2f} ({low['name']}) "
+            f"to {high['acceptance_length']:.2f} ({high['name']}) tokens per target forward."
+        )
+    wrong = [row["name"] for row in rows if row["lossless"] is False]
+    if wrong:
+        lines.append(f"THE OUTPUT DIFFERS from plain greedy decoding in {shortened(wrong)}.")
+    lines.append(f"The tables below compare each run with the first, {rows[0]['name']}.")
+    return lines
+
+
+def _order_line(row: Row) -> str:
+    longest, bound = row["longest_run_in_epoch"], row["shortest_possible_longest_run"]
+    low, high = number(row["shuffled_longest_run_p05"]), number(row["shuffled_longest_run_p95"])
+    shuffled = number(row["shuffled_longest_run_median"]) + (f" ({low} to {high})" if low != high else "")
+    verdict = "which is the shortest possible" if longest == bound else f"the shortest possible is {bound}"
+    joined = f" Where two epochs meet, runs joined to {row['longest_run']}." if row["longest_run"] > longest else ""
+    return (
+        f"{row['name']}: inside an epoch, the longest run of batches from one bucket is {longest}, {verdict}; "
+        f"random shuffling of the same batches gives {shuffled}.{joined}"
+    )
+
+
+def _acceptance_line(row: Row) -> str | None:
+    if row["acceptance_length"] is None:
+        return None
+    untrained = row["acceptance_length_untrained"]
+    before = f" (untrained {untrained:.2f})" if untrained is not None else ""
+    same = {True: "; its output equals plain greedy decoding", False: "; ITS OUTPUT DIFFERS from plain greedy decoding"}
+    return (
+        f"{row['name']}: acceptance length {row['acceptance_length']:.2f} tokens per target forward, +1 included{before}"
+        f"{same.get(row['lossless'], '')}."
+    )
+
+
+def _difference_lines(first: Row, other: Row, comparisons: Sequence[Row]) -> list[str]:
+    lines = []
+    for metric in TOLD:
+        row = find(comparisons, metric, first["run_id"], other["run_id"])
+        if row is None or row["ci_low"] is None:
+            continue
+        change = f"{number(row['value_a'])} -> {number(row['value_b'])}"
+        interval = f"95 % interval of the difference {signed(row['ci_low'])} to {signed(row['ci_high'])}"
+        verdict = "" if excludes_zero(row) else "; no difference that stands out from the noise between steps"
+        lines.append(f"{LABELS[metric]}, {first['name']} -> {other['name']}: {change} ({interval}{verdict}).")
+    return lines
+
+
+def run_table(rows: Sequence[Row]) -> Table:
+    """The runs side by side; a column per run while they are few, else a row per run."""
+    quantities: list[tuple[str, Any]] = [
+        ("order", lambda r: number(r["order"])),
+        ("state", lambda r: number(r["state"])),
+        ("steps", lambda r: number(r["num_steps"])),
+        ("final loss, nats", lambda r: number(r["final_loss"], 4)),
+        ("acceptance length, trained (+1 incl.)", lambda r: _hundredths(r["acceptance_length"])),
+        ("acceptance length, untrained (+1 incl.)", lambda r: _hundredths(r["acceptance_length_untrained"])),
+        ("output equals plain greedy", lambda r: number(r["lossless"])),
+        (
+            "longest bucket run in an epoch / shortest possible",
+            lambda r: f"{r['longest_run_in_epoch']} / {r['shortest_possible_longest_run']}",
+        ),
+        ("longest run if shuffled, median", lambda r: number(r["shuffled_longest_run_median"])),
+        ("gradient norm, median", lambda r: number(r["grad_norm_median"])),
+        ("gradient norm, 95th percentile", lambda r: number(r["grad_norm_p95"])),
+        ("padding efficiency", lambda r: number(r["padding_efficiency"])),
+        ("anchors per second", lambda r: number(r["anchors_per_s"])),
+    ]
+    if len(rows) <= FEW_RUNS:
+        body = [[label, *(value(row) for row in rows)] for label, value in quantities]
+        return Table(["", *(row["name"] for row in rows)], body)
+    return Table(
+        ["run", *(label for label, _ in quantities)], [[row["name"], *(value(row) for _, value in quantities)] for row in rows]
+    )
+
+
+def comparison_tables(rows: Sequence[Row], comparisons: Sequence[Row]) -> list[Table]:
+    """The first run against each of the next ones; rows whose interval excludes zero are stressed."""
+    tables = []
+    for other in rows[1 : 1 + MAX_COMPARISON_TABLES]:
+        found = [c for c in comparisons if (c["run_a"], c["run_b"]) == (rows[0]["run_id"], other["run_id"])]
+        found = [c for c in found if c["difference"] is not None]
+        body = [
+            [
+                f"{LABELS[c['metric']]}{_unit(c['unit'])}",
+                number(c["value_a"]),
+                number(c["value_b"]),
+                signed(c["difference"]),
+                "–" if c["ci_low"] is None else f"{signed(c['ci_low'])} to {signed(c['ci_high'])}",
+                _effect(c),
+            ]
+            for c in found
+        ]
+        header = ["", rows[0]["name"], other["name"], "difference", "95 % interval", "effect"]
+        bold = frozenset(i for i, c in enumerate(found) if excludes_zero(c))
+        tables.append(Table(header, body, f"{rows[0]['name']} against {other['name']}", bold))
+    return tables
+
+
+def _effect(row: Row) -> str:
+    if row["effect_size"] is None:
+        return "–"
+    return f"×{exp(row['effect_size']):.2f}" if row["effect_kind"] == "log ratio" else f"{row['effect_size']:+.2f} sd"
+
+
+def _unit(unit: str) -> str:
+    return "" if unit == "1" else f" ({unit})"
+
+
+def bucket_table(rows: Sequence[Row], bucket_stats: Sequence[Row], ranges: Mapping[int, str]) -> Table:
+    """One row per run and bucket. `ranges` gives the lengths of a bucket, where the dataset tells them."""
+    names = {row["run_id"]: row["name"] for row in rows}
+    body = [
+        [
+            names[b["run_id"]],
+            str(b["bucket"]),
+            ranges.get(b["bucket"], "–"),
+            number(b["num_batches"]),
+            _percent(b["batch_share"]),
+            _percent(b["token_share"]),
+            _percent(b["padding_efficiency"]),
+            number(b["mean_loss"]),
+        ]
+        for b in bucket_stats
+    ]
+    return Table(
+        ["run", "bucket", "lengths, tokens", "batches", "of batches", "of tokens", "padding efficiency", "mean loss, nats"], body
+    )
+
+
+def _hundredths(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"

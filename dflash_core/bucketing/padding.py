@@ -1,0 +1,108 @@
+"""How many tokens padding costs: the expectation that the planner's batches have, without making a plan.
+
+The planner cuts a random order of a bucket's sequences into batches of sizes that differ by at most one
+(`batch_sizes`). A batch is then a draw without replacement, and its padded size is its count times the expected longest
+of the draw. So this is the mean over all seeds, not an approximation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import lgamma
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dflash_core.bucketing.boundaries import Strategy, boundaries_up_to, check_num_buckets
+from dflash_core.bucketing.lengths import FloatArray, Histogram, IntArray, bucket_of, check_lengths, count_lengths
+from dflash_core.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class BucketingEfficiency:
+    """One row of `padding_efficiency_table`.
+
+    Attributes:
+        num_buckets: number of buckets asked for.
+        edges: upper edges in tokens; fewer than `num_buckets` where fewer distinct lengths occur.
+        padding_efficiency: expected real tokens per padded token, from 0 to 1.
+        num_batches: batches per epoch.
+    """
+
+    num_buckets: int
+    edges: tuple[int, ...]
+    padding_efficiency: float
+    num_batches: int
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def batch_sizes(num_sequences: int, longest: int, token_budget: int) -> IntArray:
+    """Sizes of the batches of one bucket: as few as the budget allows, and as even as whole numbers allow.
+
+    The number depends only on the bucket's content, so every epoch has the same number of batches and steps. The one
+    larger size is spread evenly over the batches.
+    """
+    num_batches = -(-num_sequences // (token_budget // longest))
+    return np.diff(np.arange(num_batches + 1) * num_sequences // max(num_batches, 1))
+
+
+def padding_efficiency_table(
+    lengths: ArrayLike, token_budget: int, strategy: Strategy = "min_padding", max_buckets: int = 16
+) -> tuple[BucketingEfficiency, ...]:
+    """Modelled padding efficiency for 1, 2, ... `max_buckets` buckets, to choose their number by.
+
+    Read it next to `num_batches`: the longest sequence of a bucket limits its batches, so a single wide bucket pads little
+    only because its batches are small and many.
+
+    Raises:
+        ConfigError: the budget or `max_buckets` is out of range, or the strategy is not known.
+        DataError: there are no sequences, one is empty, or one is longer than the budget.
+    """
+    checked = check_lengths(lengths)
+    check_budget(checked, token_budget)
+    check_num_buckets(max_buckets)
+    histogram = count_lengths(checked)
+    choices = boundaries_up_to(histogram, max_buckets, strategy)
+    rows = []
+    for k in range(1, max_buckets + 1):
+        edges = choices[min(k, len(choices)) - 1]
+        padded, num_batches = expected_padding(histogram, edges, token_budget)
+        rows.append(BucketingEfficiency(k, edges, histogram.num_tokens / padded, num_batches))
+    return tuple(rows)
+
+
+def check_budget(lengths: IntArray, token_budget: int) -> None:
+    """Raise unless every sequence fits a batch of its own."""
+    if token_budget < 1:
+        raise ConfigError(f"bucketing.token_budget: {token_budget} is not a positive number of tokens")
+    longest = int(lengths.argmax())
+    if lengths[longest] > token_budget:
+        raise DataError(f"sequence {longest} has {lengths[longest]} tokens, more than bucketing.token_budget = {token_budget}")
+
+
+def expected_padding(histogram: Histogram, edges: tuple[int, ...], token_budget: int) -> tuple[float, int]:
+    """Expected padded tokens of an epoch, and its number of batches."""
+    buckets = bucket_of(histogram.length, edges)
+    padded, num_batches = 0.0, 0
+    for i in np.unique(buckets):
+        length, count = histogram.length[buckets == i], histogram.num_sequences[buckets == i]
+        sizes, times = np.unique(batch_sizes(int(count.sum()), int(length[-1]), token_budget), return_counts=True)
+        for size, repeats in zip(sizes.tolist(), times.tolist(), strict=True):
+            padded += repeats * size * _expected_longest(length, count, size)
+            num_batches += repeats
+    return padded, num_batches
+
+
+def _expected_longest(length: IntArray, count: IntArray, size: int) -> float:
+    """Mean of the longest of `size` sequences drawn without replacement.
+
+    P(longest <= x) = C(m, size) / C(n, size), where m of the n sequences are no longer than x.
+    """
+    at_most = np.cumsum(count)
+    log_ways: FloatArray = np.array(
+        [lgamma(m + 1) - lgamma(m - size + 1) if m >= size else -np.inf for m in at_most.tolist()], dtype=np.float64
+    )
+    probability = np.exp(log_ways - log_ways[-1])
+    return float(length @ np.diff(probability, prepend=0.0))

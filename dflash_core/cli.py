@@ -1,0 +1,176 @@
+"""The `dflash` command. Thin: each command reads its input and calls one function of `dflash_core.experiment`.
+
+Exit codes: 0 done, 2 the user's mistake, 3 training failed, 4 stopped by a signal with a checkpoint saved. Every error
+is one line on standard error; `--debug` before the command shows the traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dflash_core.errors import EXIT_STOPPED_BY_SIGNAL, EXIT_TRAINING_FAILED, EXIT_USER_ERROR, ConfigError, DFlashError
+
+app = typer.Typer(
+    help="Trains DFlash drafters: prepare, plan, train, evaluate, export, analyze, doctor.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Experiment = Annotated[Path, typer.Argument(help="Experiment file (YAML)")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Change a key of the experiment: a.b=value; may be repeated")]
+RunName = Annotated[str | None, typer.Option("--run", help="Name of one run of the experiment")]
+
+
+def _show(result: Any) -> None:
+    typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
+
+
+def _log_to(*handlers: logging.Handler) -> None:
+    logger = logging.getLogger("dflash_core")
+    logger.setLevel(logging.INFO)
+    formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        logger.addHandler(handler)
+
+
+def _one_run(path: Path, overrides: list[str] | None, name: str | None) -> tuple[str, Any]:
+    from dflash_core.experiment import load_experiment
+
+    variants = dict(load_experiment(path, overrides or []).variants())
+    if name is None and len(variants) == 1:
+        return next(iter(variants.items()))
+    if name not in variants:
+        given = f"no run {name!r}" if name else "several runs"
+        raise ConfigError(f"{path}: {given}; choose one with --run: {', '.join(variants)}")
+    return name, variants[name]
+
+
+@app.callback()
+def _options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks")] = False) -> None:
+    """Options that go before the command."""
+
+
+@app.command()
+def prepare(experiment: Experiment, overrides: Overrides = None) -> None:
+    """Turn conversations into a dataset folder."""
+    from dflash_core import experiment as root
+
+    _log_to(logging.StreamHandler())
+    _show(root.prepare(root.load_experiment(experiment, overrides or [])))
+
+
+@app.command()
+def plan(experiment: Experiment, overrides: Overrides = None) -> None:
+    """Show bucket boundaries and the statistics of every order."""
+    from dflash_core import experiment as root
+
+    config = root.load_experiment(experiment, overrides or [])
+    root.prepare(config)
+    _show(root.plan(config))
+
+
+@app.command()
+def train(
+    experiment: Experiment,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder; a run that is in it is resumed")] = None,
+    run: RunName = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train one run, or resume it. Under torchrun this process is one cell."""
+    from dflash_core import experiment as root
+    from dflash_core.training.run_folder import RunFolder
+
+    name, config = _one_run(experiment, overrides, run)
+    cell = os.environ.get("RANK")
+    if cell is None and config.topology.cells > 1:
+        raise ConfigError(
+            f"{experiment}: topology.cells is {config.topology.cells}; start it with python -m flows.train, or with"
+            f" torchrun --nproc-per-node {config.topology.cells} -m dflash_core train {experiment} --run-dir DIR"
+        )
+    if cell is None:
+        root.prepare(config)
+        run_dir = root.create_run(config, name, run_dir)
+    elif run_dir is None:
+        raise ConfigError("under torchrun --run-dir is needed")
+    log_file = RunFolder(run_dir).log_file(int(cell or 0))
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    _log_to(logging.StreamHandler(), logging.FileHandler(log_file))
+    manifest = root.train_run(config, run_dir)
+    typer.echo(f"{manifest['state']}: {manifest['num_steps']} steps, {run_dir}")
+
+
+@app.command()
+def evaluate(run_dir: Annotated[Path, typer.Argument(help="Run folder")]) -> None:
+    """Measure the acceptance length of a run's newest checkpoint on held-out prompts."""
+    from dflash_core import experiment as root
+
+    _log_to(logging.StreamHandler())
+    _show(root.evaluate_run(run_dir))
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: export/ in the run folder")] = None,
+) -> None:
+    """Write a run's newest checkpoint in the z-lab / Hugging Face format."""
+    from dflash_core import experiment as root
+
+    typer.echo(str(root.export_run(run_dir, out)))
+
+
+@app.command()
+def analyze(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run folders to compare; the first is the one compared with")],
+    out: Annotated[Path, typer.Option(help="Folder of the report")] = Path("report"),
+) -> None:
+    """Compare runs: Parquet tables and a self-contained report.html."""
+    from dflash_core.analysis import analyze_runs
+    from dflash_core.config import AnalyzeConfig
+
+    manifest = analyze_runs(run_dirs, out, AnalyzeConfig())
+    for line in manifest["summary"]:
+        typer.echo(line)
+    typer.echo(manifest["paths"]["report_html"])
+
+
+@app.command()
+def doctor(
+    experiment: Experiment,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(help="Check the topology against this many GPUs instead of this machine's")] = None,
+) -> None:
+    """Check an experiment file, its topology, target and data before anything runs."""
+    from dflash_core import experiment as root
+
+    _show(root.check(root.load_experiment(experiment, overrides or []), gpus))
+
+
+def main() -> None:
+    """Run the command line and end with the exit code of what happened."""
+    debug = "--debug" in sys.argv[1:2]
+    try:
+        app(standalone_mode=False)
+    except DFlashError as error:
+        _fail(error, str(error), error.exit_code, debug)
+    except KeyboardInterrupt as error:
+        _fail(error, "interrupted", EXIT_STOPPED_BY_SIGNAL, debug)
+    except Exception as error:  # noqa: BLE001 - top of the program
+        if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # a usage error of the command line itself
+            _fail(error, error.format_message(), EXIT_USER_ERROR, debug)
+        _fail(error, f"unexpected {type(error).__name__}: {error} (dflash --debug shows where)", EXIT_TRAINING_FAILED, debug)
+
+
+def _fail(error: BaseException, text: str, code: int, debug: bool) -> None:
+    if debug:
+        raise error
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)  # noqa: T201 - the program's own last line
+    sys.exit(code)

@@ -1,0 +1,184 @@
+"""The configuration of each component: small, frozen, and closed (an unknown key is an error).
+
+Every component gets only its own class. The experiment as a whole is put together in `dflash_core.experiment`.
+Lengths and budgets are in tokens, times in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Order = Literal["diverse", "shuffle", "grouped", "sorted"]
+Dispatch = Literal["round_robin", "least_loaded", "per_worker"]
+
+
+class Config(BaseModel):
+    """Base of all configuration classes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class TargetConfig(Config):
+    """The frozen target model.
+
+    `path` is a Hugging Face folder, or `package:NAME` for a GGUF file inside an installed Python package; the latter
+    is converted once to safetensors under `<workspace>/cache/`.
+    """
+
+    path: str = Field(description="Hugging Face folder of the target, or package:NAME")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the frozen weights and features")
+    attn_implementation: Literal["sdpa", "eager"] = Field("sdpa", description="Attention implementation of the target")
+    mask_token_id: NonNegativeInt | None = Field(
+        None, description="Row of the target's embedding that stands for a masked slot; default: the tokenizer's mask token"
+    )
+
+
+class DataConfig(Config):
+    """Conversations in, dataset folder out."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the dataset folder under <workspace>/datasets"
+    )
+    files: tuple[str, ...] = Field(min_length=1, description="JSONL files or globs with `messages` rows")
+    held_out: str | None = Field(None, description="JSONL file with held-out prompts for evaluation")
+    max_length: PositiveInt = Field(4096, description="Longest sequence in tokens")
+    over_long: Literal["truncate", "drop"] = Field("truncate", description="What happens to longer conversations")
+    on_bad_row: Literal["error", "reject"] = Field(
+        "error", description="A malformed row ends preparation with an error, or goes to rejects.parquet"
+    )
+    shard_sequences: PositiveInt = Field(4096, description="Sequences per Arrow shard")
+
+
+class BucketingConfig(Config):
+    """Length buckets and the order of batches."""
+
+    num_buckets: PositiveInt = Field(6, description="Number of length buckets")
+    boundaries: Literal["min_padding", "equal_tokens"] | tuple[PositiveInt, ...] = Field(
+        "min_padding", description="How boundaries are chosen, or the upper edges themselves"
+    )
+    token_budget: PositiveInt = Field(8192, description="Most padded tokens in a batch (sequences x longest)")
+    batches_per_step: PositiveInt = Field(8, description="Batches in one optimizer step, over all cells")
+    order: Order = Field("diverse", description="Order of batches; all but diverse exist to be compared with")
+
+
+class DraftConfig(Config):
+    """Shape of the DFlash draft network. Sizes left out are the target's own."""
+
+    num_layers: PositiveInt = Field(5, description="Decoder layers of the draft")
+    block_size: Annotated[int, Field(ge=2)] = Field(16, description="Slots per block, the anchor's included")
+    num_taps: PositiveInt = Field(5, description="Tapped target layers, evenly spaced; ignored with target_layer_ids")
+    target_layer_ids: tuple[NonNegativeInt, ...] | None = Field(None, description="Tapped target layers, counted from 0")
+    intermediate_size: PositiveInt | None = Field(None, description="Width of the draft's MLP")
+
+
+class TrainConfig(Config):
+    """Optimisation of the draft (FIELD section 1, 'Recipe that public runs use')."""
+
+    seed: NonNegativeInt = Field(0, description="Seed of plan, anchors and initial weights")
+    num_epochs: PositiveInt = Field(6, description="Passes over the dataset")
+    max_steps: PositiveInt | None = Field(None, description="Stop after this many optimizer steps")
+    lr: PositiveFloat = Field(6e-4, description="Peak learning rate")
+    warmup_fraction: Fraction = Field(0.04, description="Share of the steps in which the learning rate rises")
+    final_lr_fraction: Fraction = Field(0.0, description="Learning rate at the end of the cosine, as a share of the peak")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled weight decay on matrices")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW betas")
+    clip_norm: PositiveFloat = Field(1.0, description="Gradient norm above which gradients are scaled down")
+    num_anchors: PositiveInt = Field(512, description="Most anchors drawn per sequence")
+    loss_gamma: PositiveFloat | None = Field(None, description="Decay of the slot weights; default by block size")
+    checkpoint_every: PositiveInt = Field(100, description="Optimizer steps between checkpoints")
+    keep_last: PositiveInt = Field(2, description="Checkpoints kept")
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Number format of the draft's arithmetic; weights stay fp32"
+    )
+    max_skipped_in_a_row: PositiveInt = Field(5, description="Non-finite steps in a row that end the run")
+
+
+class TopologyConfig(Config):
+    """Which devices make up a cell (DESIGN section 2)."""
+
+    cells: PositiveInt = Field(1, description="Processes; each is one drafter with its targets")
+    targets_per_cell: PositiveInt = Field(1, description="Target loops of a cell")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Kind of device; auto takes GPUs where there are any")
+    colocated: bool = Field(False, description="Drafter and targets of a cell share one device")
+    threads_per_device: PositiveInt = Field(1, description="Arithmetic threads of each CPU device")
+
+
+class PrefetchConfig(Config):
+    """The prefetcher of a cell."""
+
+    num_workers: PositiveInt = Field(4, description="Loading threads")
+    dispatch: Dispatch = Field("round_robin", description="How batches are given to targets; per_worker is the historic fault")
+    queue_batches: PositiveInt = Field(8, description="Most batches in one target's queue")
+    max_bytes: PositiveInt = Field(2 * 1024**3, description="Most bytes of loaded batches and features in flight per cell")
+    stats_every_steps: PositiveInt = Field(10, description="Steps between two snapshots of the prefetcher in the metrics")
+    stall_timeout_s: PositiveFloat = Field(600.0, description="Time without progress after which the run stops")
+
+
+class MetricsConfig(Config):
+    """Where metrics go besides the JSONL files, which are always written."""
+
+    wandb: Literal["offline", "online", "disabled"] = Field("offline", description="Weights & Biases mode")
+    wandb_project: str = Field("dflash", description="Weights & Biases project")
+    console_every_s: PositiveFloat = Field(5.0, description="Seconds between two progress lines")
+
+
+class EvaluateConfig(Config):
+    """The draft-verify loop on held-out prompts."""
+
+    max_prompts: PositiveInt = Field(32, description="Held-out prompts decoded")
+    max_new_tokens: PositiveInt = Field(128, description="Most new tokens per prompt")
+    check_lossless: bool = Field(True, description="Compare the output with plain greedy decoding")
+    untrained_prompts: NonNegativeInt = Field(4, description="Prompts on which the untrained draft is measured; 0: not measured")
+
+
+class AnalyzeConfig(Config):
+    """Comparison tables and the report."""
+
+    spike_mad: PositiveFloat = Field(6.0, description="A gradient norm is a spike above median + this many MADs")
+    smoothing_steps: PositiveInt = Field(15, description="Width of the running median in the plots")
+
+
+class RunVariant(Config):
+    """One run of an experiment: a name, and the keys in which it differs."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Short name of the run")
+    set: dict[str, object] = Field(default_factory=dict, description="Overrides, such as {bucketing.order: shuffle}")
+
+    @field_validator("set")
+    @classmethod
+    def _keys_are_dotted(cls, value: dict[str, object]) -> dict[str, object]:
+        for key in value:
+            if key.split(".")[0] in {"name", "runs"}:
+                raise ValueError(f"a run cannot override {key!r}")
+        return value
+
+
+def check_draft_fits(draft: DraftConfig, num_target_layers: int) -> tuple[int, ...]:
+    """Return the tapped layer ids for a target of `num_target_layers` layers.
+
+    The default spacing is L points evenly spread from 1 to N - 3, rounded, and N // 2 for one tap (FIELD section 1).
+
+    Raises:
+        ValueError: an id is not a layer, ids are not ascending, or there are fewer layers than taps.
+    """
+    if draft.target_layer_ids is not None:
+        ids = draft.target_layer_ids
+    elif draft.num_taps == 1:
+        ids = (num_target_layers // 2,)
+    else:
+        first, last = 1, num_target_layers - 3
+        if last - first + 1 < draft.num_taps:
+            raise ValueError(f"draft.num_taps: {draft.num_taps} taps do not fit between layers 1 and {last} of the target")
+        step = (last - first) / (draft.num_taps - 1)
+        ids = tuple(round(first + step * i) for i in range(draft.num_taps))
+    if not ids or list(ids) != sorted(set(ids)) or ids[-1] >= num_target_layers:
+        raise ValueError(
+            f"draft.target_layer_ids: {list(ids)} are not ascending layers of a target with {num_target_layers} layers"
+        )
+    return ids

@@ -1,0 +1,81 @@
+"""A folder that is built aside and then takes its place as a whole.
+
+The new folder grows as a hidden sibling `.NAME.new-PID`. When it is complete and on disk, the old one is renamed to
+`.NAME.old`, the new one to `NAME`, and the old one is deleted. A job that is killed leaves hidden siblings only; the
+next job for the same folder deletes them, and puts an old folder back if the kill fell between the two renames. A lock
+file keeps two jobs from building the same folder at once; the kernel releases it with the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dflash_core.errors import DataError
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder and clean up after killed jobs; raises `DataError` if another job holds it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _sibling(folder, "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"{folder}: another process is preparing it") from error
+        _clean_up(folder)
+        yield
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces `folder` when the block ends, and vanishes if the block raises.
+
+    To be used under `folder_lock`.
+    """
+    new, old = _sibling(folder, f"new-{os.getpid()}"), _sibling(folder, "old")
+    new.mkdir()
+    try:
+        yield new
+        _flush_to_disk(new)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+    except BaseException:
+        _clean_up(folder)
+        raise
+    _fsync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sibling(folder: Path, ending: str) -> Path:
+    return folder.with_name(f".{folder.name}.{ending}")
+
+
+def _clean_up(folder: Path) -> None:
+    old = _sibling(folder, "old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    pattern = re.compile(re.escape(_sibling(folder, "new-").name) + r"\d+")
+    leftovers = [path for path in folder.parent.iterdir() if pattern.fullmatch(path.name)]
+    for leftover in [*leftovers, old]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """A rename may reach the disk before the data it names; after this it cannot."""
+    for path in [*folder.rglob("*"), folder]:
+        _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,525 @@
+"""The composition root: reads an experiment file and joins the components. Only this module sees the whole config.
+
+An experiment is one YAML file. Each stage is one function here, called by the command line and by the flows alike:
+`prepare`, `plan`, `create_run`, `train_run`, `evaluate_run`, `analyze`. Heavy imports (torch, pandas) are made inside
+the stages that need them, so that reading a file and `--help` stay fast.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from dflash_core.config import (
+    AnalyzeConfig,
+    BucketingConfig,
+    Config,
+    DataConfig,
+    DraftConfig,
+    EvaluateConfig,
+    MetricsConfig,
+    PrefetchConfig,
+    RunVariant,
+    TargetConfig,
+    TopologyConfig,
+    TrainConfig,
+)
+from dflash_core.errors import ConfigError, DataError
+from dflash_core.provenance import digest_json, write_atomically
+from dflash_core.training.run_folder import RunFolder, now
+
+if TYPE_CHECKING:
+    from dflash_core.model.spec import DraftSpec
+    from dflash_core.training.job import TrainingJob
+
+# What a resumed run may change: none of it reaches the weights except through rounding. `num_epochs` and `max_steps`
+# move the end of the learning-rate schedule, which is the one intended use of changing them.
+SAFE_TO_CHANGE = {"checkpoint_every", "keep_last", "max_skipped_in_a_row", "num_epochs", "max_steps"}
+
+
+class ExperimentConfig(Config):
+    """One experiment file. See the classes of each section for the keys."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the experiment, used in run names")
+    description: str = Field("", description="What the experiment is for")
+    target: TargetConfig
+    data: DataConfig
+    bucketing: BucketingConfig = BucketingConfig()
+    draft: DraftConfig = DraftConfig()
+    train: TrainConfig = TrainConfig()
+    topology: TopologyConfig = TopologyConfig()
+    prefetch: PrefetchConfig = PrefetchConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    analyze: AnalyzeConfig = AnalyzeConfig()
+    runs: tuple[RunVariant, ...] = Field((), description="Runs that differ in some keys; none: one run as it stands")
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> ExperimentConfig:
+        names = [run.name for run in self.runs]
+        if len(set(names)) != len(names):
+            raise ValueError("runs: two runs have the same name")
+        if self.bucketing.batches_per_step < self.topology.cells:
+            raise ValueError("bucketing.batches_per_step: fewer batches than cells; some cells would never train")
+        if self.data.max_length > self.bucketing.token_budget:
+            raise ValueError("bucketing.token_budget: smaller than data.max_length; the longest sequence fits no batch")
+        return self
+
+    def variants(self) -> list[tuple[str, ExperimentConfig]]:
+        """The runs of the experiment, by name, each a complete config without `runs`."""
+        if not self.runs:
+            return [("run", self)]
+        base = self.model_dump(mode="json", exclude={"runs"})
+        variants = []
+        for run in self.runs:
+            changed = _with_changes(base, dict(run.set))
+            variants.append((run.name, _validated(changed, f"run {run.name!r} of experiment {self.name!r}")))
+        return variants
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice is an error instead of a silent choice of the last one."""
+
+
+def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+        seen.add(key)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    return " ".join(str(error).split())
+
+
+def _with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A copy of nested `values` with dotted keys replaced; a key that does not exist is left to validation."""
+    result: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
+    for dotted, value in changes.items():
+        *sections, last = dotted.split(".")
+        place = result
+        for section in sections:
+            inner = place.get(section)
+            place[section] = inner = dict(inner) if isinstance(inner, dict) else {}
+            place = inner
+        place[last] = value
+    return result
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    model: Any = ExperimentConfig
+    for part in location[:-1]:
+        fields = getattr(model, "model_fields", {})
+        model = getattr(fields.get(str(part)), "annotation", None)
+    return list(getattr(model, "model_fields", {}))
+
+
+def _validated(values: Any, where: str) -> ExperimentConfig:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: not a mapping of sections")
+    try:
+        return ExperimentConfig.model_validate(values)
+    except ValidationError as error:
+        problems = error.errors()
+        first = problems[0]
+        key = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            close = get_close_matches(str(first["loc"][-1]), _known_keys(first["loc"]), n=1)
+            message = "unknown key" + (f" (did you mean {close[0]}?)" if close else "")
+        elif first["type"] not in {"missing", "value_error"}:
+            message += f", not {first['input']!r}"
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(f"{where}: {key}: {message}{more}" if key else f"{where}: {message}{more}") from None
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """Read an experiment file and apply overrides of the form `a.b=value` (the value is read as YAML).
+
+    Raises:
+        ConfigError: one line that names the file and the key.
+    """
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        text = _one_line(error) if isinstance(error, yaml.YAMLError) else str(error)
+        raise ConfigError(f"{path}: not YAML: {text}") from None
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--set {override}: expected key=value")
+        try:
+            changes[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {override}: the value is not YAML: {_one_line(error)}") from None
+    if changes and isinstance(values, dict):
+        values = _with_changes(values, changes)
+    config = _validated(values, str(path))
+    config.variants()  # an override inside `runs` must be right before anything starts
+    return config
+
+
+def workspace() -> Path:
+    """The folder that everything goes under: `DFLASH_HOME`, or `workspace` in the current folder."""
+    folder = Path(os.environ.get("DFLASH_HOME") or "workspace").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def target_folder(config: ExperimentConfig) -> Path:
+    """The target's Hugging Face folder; converts a packaged GGUF target once."""
+    from dflash_core.model.gguf import resolve_target_folder
+
+    return resolve_target_folder(config.target.path, workspace() / "cache")
+
+
+def dataset_folder(config: ExperimentConfig) -> Path:
+    return workspace() / "datasets" / config.data.name
+
+
+def prepare(config: ExperimentConfig, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """Make the dataset folder, or keep one that is up to date; returns its manifest and `path`."""
+    from dflash_core.data import Dataset, load_tokenizer, prepare_dataset, write_length_histogram
+
+    folder = target_folder(config)
+    draft_spec(config)  # a target without a mask token, or taps that do not fit, must not cost a preparation
+    dataset = dataset_folder(config)
+    tokenizer = load_tokenizer(folder)
+    manifest = prepare_dataset(config.data, tokenizer, target=config.target.path, folder=dataset, progress=progress)
+    write_length_histogram(dataset, edges(config, Dataset.open(dataset).lengths))
+    rejected = manifest["num_rejected"]
+    return {
+        "path": str(dataset),
+        **{key: manifest[key] for key in ("fingerprint", "num_sequences", "num_tokens", "num_supervised", "reused")},
+        "num_rejected": sum(rejected.values()) if isinstance(rejected, dict) else rejected,
+        "rejected_by_reason": rejected,
+    }
+
+
+def edges(config: ExperimentConfig, lengths: Any) -> tuple[int, ...]:
+    """Upper bucket boundaries, chosen or checked."""
+    from dflash_core.bucketing import choose_boundaries, validate_boundaries
+
+    bucketing = config.bucketing
+    if isinstance(bucketing.boundaries, str):
+        return choose_boundaries(lengths, bucketing.num_buckets, bucketing.boundaries)
+    return tuple(validate_boundaries(bucketing.boundaries, lengths))
+
+
+def plan(config: ExperimentConfig) -> dict[str, Any]:
+    """Boundaries, and the statistics of the first epoch in every order.
+
+    Returns:
+        `edges`, `padding_efficiency`, `num_batches`, `num_steps`, `bucket_pct` (share of batches) and `orders`.
+    """
+    import numpy as np
+
+    from dflash_core.bucketing import order_statistics, plan_epoch
+    from dflash_core.data import Dataset
+
+    lengths = Dataset.open(dataset_folder(config)).lengths
+    chosen = edges(config, lengths)
+    orders: dict[str, Any] = {}
+    shares: list[float] = []
+    for order in ("diverse", "shuffle", "grouped", "sorted"):
+        epoch = plan_epoch(
+            lengths,
+            chosen,
+            token_budget=config.bucketing.token_budget,
+            batches_per_step=config.bucketing.batches_per_step,
+            num_cells=config.topology.cells,
+            order=order,
+            seed=config.train.seed,
+        )
+        orders[order] = order_statistics(
+            epoch.bucket,
+            step=epoch.step,
+            mean_length=epoch.mean_length,
+            num_buckets=len(chosen),
+            num_tokens=epoch.num_tokens,
+            num_padded_tokens=epoch.num_padded_tokens,
+        ).as_dict()
+        counts = np.bincount(epoch.bucket, minlength=len(chosen))
+        shares = [round(100.0 * int(n) / epoch.num_batches, 2) for n in counts]
+    return {
+        "edges": list(chosen),
+        "padding_efficiency": orders["diverse"]["padding_efficiency"],
+        "num_batches": epoch.num_batches,
+        "num_steps": epoch.num_steps,
+        "bucket_pct": shares,
+        "orders": orders,
+    }
+
+
+def draft_spec(config: ExperimentConfig) -> DraftSpec:
+    """The draft's shape; raises ConfigError where draft, taps or mask token do not fit the target."""
+    from dflash_core.data import load_tokenizer, mask_token_id
+    from dflash_core.model.spec import DraftSpec
+    from dflash_core.model.target import read_target_shape
+
+    folder = target_folder(config)
+    shape = read_target_shape(folder)
+    mask = mask_token_id(load_tokenizer(folder), config.target.mask_token_id, shape.vocab_size, config.target.path)
+    return DraftSpec.build(config.draft, shape, mask)
+
+
+def _identity(config: ExperimentConfig) -> dict[str, Any]:
+    """What a run is, as flat keys: everything that reaches its weights. A checkpoint must agree with all of it."""
+    from dflash_core.data import Dataset
+
+    dataset = Dataset.open(dataset_folder(config))
+    identity: dict[str, Any] = {
+        "dataset": dataset.fingerprint,
+        "tokenizer": dataset.manifest["tokenizer_sha256"],
+        "edges": list(edges(config, dataset.lengths)),
+    }
+    for section in ("target", "bucketing", "draft", "train"):
+        values = getattr(config, section).model_dump(mode="json")
+        identity.update({f"{section}.{key}": value for key, value in values.items() if key not in SAFE_TO_CHANGE})
+    return identity
+
+
+def create_run(config: ExperimentConfig, run_name: str, run_dir: Path | None = None) -> Path:
+    """Make the folder of a run, or adopt the one that is there.
+
+    The default folder is named by experiment, run, and a digest of config and data, so the same experiment on the same
+    data finds its own run again, finished or not.
+    """
+    identity = _identity(config)
+    length = {"max_steps": config.train.max_steps, "num_epochs": config.train.num_epochs}
+    run_id = f"{config.name}-{run_name}-{digest_json([identity, length])[:8]}"
+    folder = RunFolder(run_dir or workspace() / "runs" / run_id)
+    if not (folder.path / "manifest.json").exists():
+        dataset = dataset_folder(config)
+        folder.update_manifest(
+            run_id=run_id if run_dir is None else folder.path.name,
+            experiment=config.name,
+            name=run_name,
+            state="created",
+            created=now(),
+            dataset=str(dataset),
+            dataset_fingerprint=identity["dataset"],
+            target=config.target.path,
+            num_steps=0,
+            acceptance_length=None,
+            acceptance_length_untrained=None,
+            lossless=None,
+            checkpoint=None,
+            export=None,
+        )
+    single = config.model_dump(mode="json", exclude={"runs"})
+    write_atomically(folder.config, yaml.safe_dump(single, sort_keys=False, allow_unicode=True))
+    return folder.path
+
+
+def run_state(run_dir: Path) -> str:
+    """`created`, `running`, `completed`, `stopped` or `failed`."""
+    return str(RunFolder(Path(run_dir)).read_manifest()["state"])
+
+
+def train_command(run_dir: Path) -> list[str]:
+    """The command of the training child: one process, or `torchrun` with one process per cell."""
+    config = load_experiment(Path(run_dir) / "config.yaml")
+    train = ["-m", "dflash_core", "train", str(Path(run_dir) / "config.yaml"), "--run-dir", str(run_dir)]
+    if config.topology.cells == 1:
+        return [sys.executable, *train]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.topology.cells}"]
+    return [*launcher, *train]
+
+
+def _job(config: ExperimentConfig, run_dir: Path) -> TrainingJob:
+    from dflash_core.data import Dataset
+    from dflash_core.training.job import TrainingJob
+
+    dataset = Dataset.open(dataset_folder(config))
+    run = RunFolder(run_dir)
+    shown = config.model_dump(mode="json")
+    return TrainingJob(
+        run=run,
+        run_id=run.read_manifest()["run_id"],
+        dataset=dataset_folder(config),
+        edges=edges(config, dataset.lengths),
+        target_folder=target_folder(config),
+        target=config.target,
+        spec=draft_spec(config),
+        bucketing=config.bucketing,
+        train=config.train,
+        topology=config.topology,
+        prefetch=config.prefetch,
+        metrics=config.metrics,
+        identity=_identity(config),
+        shown_config=shown,
+    )
+
+
+def train_run(config: ExperimentConfig, run_dir: Path) -> dict[str, Any]:
+    """Train or resume one run in this process (one cell of it under `torchrun`); returns the manifest."""
+    from dflash_core.training.cell import run_cell
+
+    return run_cell(_job(config, Path(run_dir)))
+
+
+def evaluate_run(run_dir: Path, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """Measure a run's newest checkpoint, and the untrained draft, on held-out prompts; export the checkpoint.
+
+    A finished evaluation of the same checkpoint under the same settings is used again.
+
+    Raises:
+        DataError: there is no checkpoint or no held-out file.
+    """
+    import torch
+
+    from dflash_core.data import load_tokenizer, read_prompts
+    from dflash_core.evaluation import Baseline, evaluate_draft
+    from dflash_core.export import export_checkpoint
+    from dflash_core.metrics.sinks import JsonlSink, RunLog
+    from dflash_core.model.draft import DFlashDraft
+    from dflash_core.model.target import FrozenTarget
+    from dflash_core.model.weights import load_draft
+    from dflash_core.training.checkpoint import newest_checkpoint
+    from dflash_core.training.devices import device_kind
+
+    run = RunFolder(Path(run_dir))
+    config = load_experiment(run.config)
+    manifest = run.read_manifest()
+    found = newest_checkpoint(run.checkpoints)
+    if found is None:
+        raise DataError(f"{run.path}: no checkpoint to evaluate (state: {manifest['state']})")
+    if config.data.held_out is None:
+        raise DataError(f"{run.config}: data.held_out names no file; evaluation needs held-out prompts")
+    checkpoint, state = found
+    settings = config.evaluate
+    done = digest_json([settings.model_dump(mode="json"), state["digests"], config.data.held_out])
+    if manifest.get("evaluation_digest") == done:
+        return dict(manifest["evaluation"])
+    torch.set_num_threads(config.topology.threads_per_device)
+    folder, spec, device = target_folder(config), draft_spec(config), device_kind(config.topology)
+    target = FrozenTarget(folder, spec.target_layer_ids, config.target.dtype, config.target.attn_implementation, device)
+    prompts = read_prompts(Path(config.data.held_out), load_tokenizer(folder), settings.max_prompts)
+    baseline = Baseline(target, settings.max_new_tokens) if settings.check_lossless else None
+    trained = evaluate_draft(target, load_draft(checkpoint).to(device), prompts, settings.max_new_tokens, baseline, progress)
+    log_file = RunLog(JsonlSink(run.metrics), manifest["run_id"], int(manifest.get("attempt", 0)))
+    untrained = None
+    try:
+        for row in trained.rows("trained", state["next_step"]):
+            log_file.log("evals", row)
+        if settings.untrained_prompts:
+            fresh = DFlashDraft(spec).initialise(config.train.seed).eval().to(device)
+            some = prompts[: settings.untrained_prompts]
+            measured = evaluate_draft(target, fresh, some, settings.max_new_tokens, baseline)
+            untrained = measured.overall.acceptance_length
+            for row in measured.rows("untrained", 0):
+                log_file.log("evals", row)
+    finally:
+        log_file.close()
+    result = {
+        "acceptance_length": trained.overall.acceptance_length,
+        "acceptance_length_untrained": untrained,
+        "lossless": trained.lossless,
+        "mismatches": list(trained.mismatches),
+        "num_prompts": trained.overall.num_prompts,
+        "num_tokens": trained.overall.num_tokens,
+        "num_target_forwards": len(trained.overall.rounds),
+        "by_source": {name: part.acceptance_length for name, part in trained.by_source.items()},
+        "checkpoint": str(checkpoint.relative_to(run.path)),
+        "step": state["next_step"],
+    }
+    export_checkpoint(checkpoint, run.export)
+    run.update_manifest(
+        acceptance_length=result["acceptance_length"],
+        acceptance_length_untrained=untrained,
+        lossless=trained.lossless,
+        export="export",
+        evaluation=result,
+        evaluation_digest=done,
+    )
+    return result
+
+
+def export_run(run_dir: Path, out: Path | None = None) -> Path:
+    """Export a run's newest checkpoint; returns the folder written."""
+    from dflash_core.export import export_checkpoint
+    from dflash_core.training.checkpoint import newest_checkpoint
+
+    run = RunFolder(Path(run_dir))
+    run.read_manifest()
+    found = newest_checkpoint(run.checkpoints)
+    if found is None:
+        raise DataError(f"{run.path}: no checkpoint to export")
+    return export_checkpoint(found[0], out or run.export)
+
+
+def check(config: ExperimentConfig, num_gpus: int | None = None) -> dict[str, Any]:
+    """Check what can be checked before anything runs: every run's topology, the target, the input files.
+
+    Args:
+        num_gpus: GPUs to check the topology against, for a file that is meant for another machine; the target and the
+            data are then not looked for.
+
+    Raises:
+        ConfigError, DataError: the first thing that is wrong.
+    """
+    from dflash_core.data import expand_files
+    from dflash_core.training.devices import cell_devices
+
+    placed = {}
+    for name, run in config.variants():
+        topology = run.topology
+        if num_gpus is not None and topology.device == "auto":
+            topology = topology.model_copy(update={"device": "cuda" if num_gpus else "cpu"})
+        cells = [cell_devices(topology, cell, num_gpus) for cell in range(topology.cells)]
+        placed[name] = [{"draft": cell.draft, "targets": list(cell.targets)} for cell in cells]
+    result: dict[str, Any] = {"experiment": config.name, "runs": placed}
+    if num_gpus is None:
+        result["draft"] = draft_spec(config).as_dict()
+        result["files"] = [path.as_posix() for path in expand_files(config.data.files)]
+        if config.data.held_out is not None:
+            expand_files([config.data.held_out])
+    return result
+
+
+# Columns of the console's and the artifact's short table, and how they are headed.
+SHORT_TABLE = {
+    "run": "name",
+    "order": "order",
+    "steps": "num_steps",
+    "loss": "final_loss",
+    "acceptance length (+1 included)": "acceptance_length",
+    "untrained": "acceptance_length_untrained",
+    "equals greedy": "lossless",
+    "longest bucket run": "longest_run_in_epoch",
+    "shortest possible": "shortest_possible_longest_run",
+    "gradient norm p50": "grad_norm_median",
+    "p95": "grad_norm_p95",
+}
+
+
+def analyze(config: ExperimentConfig, run_dirs: Sequence[Path]) -> dict[str, Any]:
+    """Compare runs: Parquet tables, `report.html` and `report.md` under `reports/<experiment>`."""
+    from dflash_core.analysis import analyze_runs
+
+    out = workspace() / "reports" / config.name
+    manifest = analyze_runs([Path(run_dir) for run_dir in run_dirs], out, config.analyze)
+    return {
+        "path": str(out),
+        "report_html": manifest["paths"]["report_html"],
+        "report_md": manifest["paths"]["report_md"],
+        "table": [{head: row[column] for head, column in SHORT_TABLE.items()} for row in manifest["comparison"]],
+        "summary": manifest["summary"],
+    }

@@ -1,0 +1,130 @@
+"""The names under which a chart server shows a run: which field becomes which panel, with unit and meaning.
+
+A name space (`train`, `batch`, `queue`, `time`, `eval`) has its own step axis, `<space>/step`. Streams are logged by several
+threads, and a shared axis would make a server drop the rows that come late. `PANELS` is the only list of names; the table
+in the documentation is made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NAME_SPACES = ("train", "batch", "queue", "time", "eval")
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One chart, or one chart per element of a list (`{}` in the name is then its index).
+
+    `source` is the field of the stream's row, or a function of the row that returns None where there is nothing to show.
+    """
+
+    name: str
+    stream: str
+    source: str | Callable[[Mapping[str, Any]], Any]
+    unit: str
+    meaning: str
+
+
+def _ratio(above: str, below: str) -> Callable[[Mapping[str, Any]], float | None]:
+    def ratio(row: Mapping[str, Any]) -> float | None:
+        return row[above] / row[below] if row.get(above) is not None and row.get(below) else None
+
+    return ratio
+
+
+def _shares(row: Mapping[str, Any]) -> list[float] | None:
+    counts = row.get("bucket_counts")
+    total = sum(counts) if counts else 0
+    return [count / total for count in counts] if counts and total else None
+
+
+PANELS: tuple[Panel, ...] = (
+    Panel("train/loss", "steps", "loss", "nats", "weighted cross-entropy of the step"),
+    Panel("train/grad_norm", "steps", "grad_norm", "1", "gradient norm before clipping"),
+    Panel("train/clipped", "steps", "clipped", "0 or 1", "the gradient was scaled down"),
+    Panel("train/skipped", "steps", "skipped", "0 or 1", "the non-finite guard left the step out"),
+    Panel("train/lr", "steps", "lr", "1", "learning rate"),
+    Panel("train/epoch", "steps", "epoch", "epochs", "epoch, from 0"),
+    Panel(
+        "train/expected_acceptance_length",
+        "steps",
+        "expected_acceptance_length",
+        "tokens",
+        "tokens per target forward that the slot accuracies promise, +1 included",
+    ),
+    Panel("train/accuracy/slot_{}", "steps", "accuracy_by_position", "share", "training accuracy of a slot; index 0 is slot 1"),
+    Panel("batch/bucket_share/{}", "steps", _shares, "share", "batches of the step that came from the bucket"),
+    Panel("batch/mean_seq_len", "steps", "mean_seq_len", "tokens", "mean sequence length of the step"),
+    Panel("batch/max_seq_len", "steps", "max_seq_len", "tokens", "longest sequence of the step"),
+    Panel(
+        "batch/sequences_per_batch", "steps", _ratio("num_sequences", "num_batches"), "sequences", "mean batch size of the step"
+    ),
+    Panel(
+        "batch/padding_efficiency", "steps", _ratio("num_tokens", "num_padded_tokens"), "share", "real tokens among computed ones"
+    ),
+    Panel("batch/current_run", "stats", "current_run", "batches", "length of the bucket run under way"),
+    Panel("batch/longest_run", "stats", "longest_run", "batches", "longest bucket run so far"),
+    Panel("batch/mean_run", "stats", "mean_run", "batches", "mean bucket run so far"),
+    Panel("batch/total_bucket_pct/{}", "stats", "bucket_pct", "%", "batches so far that came from the bucket"),
+    Panel("batch/total_padding_efficiency", "stats", "padding_efficiency", "share", "real tokens among computed ones so far"),
+    Panel("queue/depth/target_{}", "stats", "prefetch_depths", "batches", "batches that wait for the target"),
+    Panel("queue/ready_depth", "stats", "ready_depth", "batches", "batches that wait for the drafter"),
+    Panel("queue/dispatched/target_{}", "stats", "dispatched_per_target", "batches", "batches given to the target so far"),
+    Panel("time/data_wait_s", "steps", "data_wait_s", "s", "targets waited for loaded batches"),
+    Panel("time/target_wait_s", "steps", "target_wait_s", "s", "the drafter waited for target states"),
+    Panel("time/forward_s", "steps", "forward_s", "s", "draft forward"),
+    Panel("time/backward_s", "steps", "backward_s", "s", "draft backward"),
+    Panel("time/optimizer_s", "steps", "optimizer_s", "s", "reduction, clipping and optimizer"),
+    Panel("time/step_s", "steps", "step_s", "s", "whole step"),
+    Panel("time/tokens_per_s", "steps", _ratio("num_tokens", "step_s"), "tokens/s", "real tokens trained on"),
+    Panel(
+        "time/anchors_per_s",
+        "steps",
+        _ratio("num_anchors", "step_s"),
+        "anchors/s",
+        "anchors trained on; the measure of throughput",
+    ),
+)
+
+
+def panel_values(stream: str, row: Mapping[str, Any]) -> dict[str, float]:
+    """The charted values of one row by full name, with the step axes that they need.
+
+    Streams without panels, and rows without a step, give an empty dict: one chart point needs its step. NaN and infinities
+    pass; missing fields do not appear.
+    """
+    step = row.get("step")
+    if step is None:
+        return {}
+    values = _eval_values(row) if stream == "evals" else _listed_values(stream, row)
+    for space in {name.split("/", 1)[0] for name in values}:
+        values[f"{space}/step"] = step
+    return values
+
+
+def _listed_values(stream: str, row: Mapping[str, Any]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for panel in PANELS:
+        if panel.stream != stream:
+            continue
+        value = row.get(panel.source) if isinstance(panel.source, str) else panel.source(row)
+        if value is None:
+            continue
+        if "{}" in panel.name:
+            values.update({panel.name.format(i): float(item) for i, item in enumerate(value) if item is not None})
+        else:
+            values[panel.name] = float(value)
+    return values
+
+
+def _eval_values(row: Mapping[str, Any]) -> dict[str, float]:
+    """`eval/<kind>/<source>/<metric>`, and `/slot_<position>` behind it for a value of one slot."""
+    if row.get("value") is None:
+        return {}
+    name = f"eval/{row.get('kind')}/{row.get('source')}/{row.get('metric')}"
+    if row.get("position") is not None:
+        name += f"/slot_{row['position']}"
+    return {name: float(row["value"])}

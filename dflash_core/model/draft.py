@@ -1,0 +1,178 @@
+"""The DFlash draft network, exactly as FIELD section 1 states it.
+
+Queries come from the block states alone; keys and values come from the context (the target's tapped states, projected
+once) and from the block, through the same projections. A query of anchor `a` sees context positions strictly before
+`a` and every slot of its own block, nothing else. Attention scores over the context and over the block are computed
+apart and share one softmax, so the cost is Q x (S + K) for Q block positions and not Q x (S + Q).
+
+Shapes: R rows, S context positions, A anchors, K slots of a block, D hidden, T taps, N query heads, M key-value heads,
+G = N / M, E head dimension. The embedding and the head are the target's and are not part of this module.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dflash_core.model.spec import DraftSpec
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis, the mean taken in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class KeyValue(NamedTuple):
+    """Keys (normed and rotated) and values, both [R, M, positions, E]."""
+
+    key: Tensor
+    value: Tensor
+
+
+def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, [..., head_dim], fp32, for integer positions [...]; the halves of the head are rotated as one pair."""
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions.float().unsqueeze(-1) * (theta**-exponent)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [..., E] with cos and sin that broadcast to it."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(spec.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(spec.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, spec.hidden_size, bias=False)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+
+    def key_value(self, x_RLD: Tensor, cos_RLE: Tensor, sin_RLE: Tensor) -> KeyValue:
+        """Keys and values of L positions, context or block alike."""
+        heads = (*x_RLD.shape[:2], self.num_kv_heads, self.head_dim)
+        key = rotate(self.k_norm(self.k_proj(x_RLD).view(heads)).transpose(1, 2), cos_RLE.unsqueeze(1), sin_RLE.unsqueeze(1))
+        return KeyValue(key, self.v_proj(x_RLD).view(heads).transpose(1, 2))
+
+    def forward(self, x_RAKD: Tensor, context: KeyValue, hidden_RAS: Tensor, cos_RAKE: Tensor, sin_RAKE: Tensor) -> Tensor:
+        """Attention output [R, A, K, D]; `hidden_RAS` is True where a context position is not to be seen."""
+        rows, anchors, slots, _ = x_RAKD.shape
+        m, g, e = self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
+        flat = (rows, anchors * slots)
+        cos, sin = cos_RAKE.view(*flat, e), sin_RAKE.view(*flat, e)
+        x = x_RAKD.reshape(*flat, -1)
+        query = self.q_norm(self.q_proj(x).view(*flat, self.num_heads, e)).transpose(1, 2)
+        query = rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)) * e**-0.5
+        block = self.key_value(x, cos, sin)
+
+        # Context: [R, M, G * A * K, E] x [R, M, E, S]; the block: one small product per anchor.
+        query = query.view(rows, m, g, anchors, slots, e)
+        over_context = query.reshape(rows, m, g * anchors * slots, e) @ context.key.transpose(-1, -2)
+        over_context = over_context.view(rows, m, g, anchors, slots, -1)
+        over_context = over_context.masked_fill(hidden_RAS[:, None, None, :, None, :], float("-inf"))
+        key = block.key.view(rows, m, 1, anchors, slots, e)
+        value = block.value.view(rows, m, 1, anchors, slots, e)
+        over_block = query @ key.transpose(-1, -2)
+        # One softmax over both; a block always sees itself, so no row is masked as a whole.
+        weights = torch.cat([over_context, over_block], dim=-1).float().softmax(dim=-1).to(value.dtype)
+        length = context.key.shape[2]
+        from_context = weights[..., :length].reshape(rows, m, g * anchors * slots, length) @ context.value
+        mixed = from_context.view(rows, m, g, anchors, slots, e) + weights[..., length:] @ value
+        out: Tensor = self.o_proj(mixed.permute(0, 3, 4, 1, 2, 5).reshape(rows, anchors, slots, self.num_heads * e))
+        return out
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm attention and SwiGLU. The context enters without `input_layernorm`."""
+
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = DraftAttention(spec)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = DraftMLP(spec)
+
+    def forward(self, x_RAKD: Tensor, context: KeyValue, hidden_RAS: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_RAKD = x_RAKD + self.self_attn(self.input_layernorm(x_RAKD), context, hidden_RAS, cos, sin)
+        out: Tensor = x_RAKD + self.mlp(self.post_attention_layernorm(x_RAKD))
+        return out
+
+
+class DFlashDraft(nn.Module):
+    """The trained model. Parameter names are those of the z-lab export."""
+
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        taps = len(spec.target_layer_ids)
+        self.fc = nn.Linear(taps * spec.hidden_size, spec.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(spec) for _ in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> DFlashDraft:
+        """Draw all matrices from N(0, 0.02) with a generator of our own; norms start at 1."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
+        return self
+
+    def context(self, features_RSF: Tensor, first_position: int = 0) -> list[KeyValue]:
+        """Keys and values of the context for every layer, from features [R, S, T * D] at consecutive positions."""
+        states = self.hidden_norm(self.fc(features_RSF))
+        positions = torch.arange(first_position, first_position + states.shape[1], device=states.device)
+        cos, sin = rotary_angles(positions.unsqueeze(0), self.spec.head_dim, self.spec.rope_theta)
+        return [layer.self_attn.key_value(states, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
+
+    def blocks(self, x_RAKD: Tensor, context: list[KeyValue], anchors_RA: Tensor) -> Tensor:
+        """Final states [R, A, K, D] of embedded blocks whose slot 0 stands at `anchors_RA`."""
+        slots = torch.arange(x_RAKD.shape[2], device=x_RAKD.device)
+        cos, sin = rotary_angles(anchors_RA.unsqueeze(-1) + slots, self.spec.head_dim, self.spec.rope_theta)
+        places = torch.arange(context[0].key.shape[2], device=x_RAKD.device)
+        hidden_RAS = places >= anchors_RA.unsqueeze(-1)  # strictly before the anchor: position a itself would leak
+        for layer, key_value in zip(self.layers, context, strict=True):
+            x_RAKD = layer(x_RAKD, key_value, hidden_RAS, cos, sin)
+        out: Tensor = self.norm(x_RAKD)
+        return out
+
+    def forward(self, features_RSF: Tensor, x_RAKD: Tensor, anchors_RA: Tensor) -> Tensor:
+        """Training form: whole rows of context and all their blocks; returns final states [R, A, K, D]."""
+        return self.blocks(x_RAKD, self.context(features_RSF), anchors_RA)
+
+
+def embed_blocks(embedding_VD: Tensor, anchor_tokens_RA: Tensor, spec: DraftSpec) -> Tensor:
+    """Blocks [anchor token, mask x (K - 1)] through the target's frozen embedding: [R, A, K, D]."""
+    mask = torch.full((*anchor_tokens_RA.shape, spec.block_size - 1), spec.mask_token_id, device=anchor_tokens_RA.device)
+    tokens = torch.cat([anchor_tokens_RA.unsqueeze(-1), mask], dim=-1)
+    return functional.embedding(tokens, embedding_VD)

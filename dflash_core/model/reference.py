@@ -1,0 +1,82 @@
+"""A plain, slow reference of the draft's forward pass and loss: one query at a time, every visible key listed.
+
+It shares the weights with `DFlashDraft` and nothing else: positions, visibility, softmax and loss are written out
+again, so that a mistake in the fast path cannot hide in both.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dflash_core.model.draft import DFlashDraft, DraftLayer, RMSNorm
+
+
+def _norm(x: Tensor, norm: RMSNorm) -> Tensor:
+    return x / torch.sqrt(x.pow(2).mean() + norm.eps) * norm.weight
+
+
+def _rope(head: Tensor, position: int, theta: float) -> Tensor:
+    half = head.shape[0] // 2
+    out = head.clone()
+    for i in range(half):
+        angle = position * theta ** (-2 * i / head.shape[0])
+        out[i] = head[i] * math.cos(angle) - head[i + half] * math.sin(angle)
+        out[i + half] = head[i + half] * math.cos(angle) + head[i] * math.sin(angle)
+    return out
+
+
+def _keys_and_values(layer: DraftLayer, state: Tensor, position: int, theta: float) -> list[tuple[Tensor, Tensor]]:
+    attention = layer.self_attn
+    keys = attention.k_proj(state).view(attention.num_kv_heads, -1)
+    values = attention.v_proj(state).view(attention.num_kv_heads, -1)
+    return [(_rope(_norm(k, attention.k_norm), position, theta), v) for k, v in zip(keys, values, strict=True)]
+
+
+def _attend(layer: DraftLayer, state: Tensor, position: int, seen: list[list[tuple[Tensor, Tensor]]], theta: float) -> Tensor:
+    attention = layer.self_attn
+    group = attention.num_heads // attention.num_kv_heads
+    heads = []
+    for n, query in enumerate(attention.q_proj(state).view(attention.num_heads, -1)):
+        query = _rope(_norm(query, attention.q_norm), position, theta)
+        scores = torch.stack([query @ key_values[n // group][0] for key_values in seen]) / math.sqrt(query.shape[0])
+        values = torch.stack([key_values[n // group][1] for key_values in seen])
+        heads.append(scores.softmax(0) @ values)
+    out: Tensor = attention.o_proj(torch.cat(heads))
+    return out
+
+
+def reference_block(draft: DFlashDraft, features_SF: Tensor, x_KD: Tensor, anchor: int) -> Tensor:
+    """Final states [K, D] of one block at `anchor` over one row of features [S, T * D]."""
+    theta = draft.spec.rope_theta
+    context = [_norm(draft.fc(features_SF[s]), draft.hidden_norm) for s in range(anchor)]
+    states = list(x_KD)
+    for layer in draft.layers:
+        assert isinstance(layer, DraftLayer)
+        normed = [_norm(state, layer.input_layernorm) for state in states]
+        seen = [_keys_and_values(layer, state, s, theta) for s, state in enumerate(context)]
+        seen += [_keys_and_values(layer, state, anchor + k, theta) for k, state in enumerate(normed)]
+        states = [state + _attend(layer, normed[k], anchor + k, seen, theta) for k, state in enumerate(states)]
+        states = [state + layer.mlp(_norm(state, layer.post_attention_layernorm)) for state in states]
+    return torch.stack([_norm(state, draft.norm) for state in states])
+
+
+def reference_loss(
+    final_KD: Tensor, head_VD: Tensor, tokens: list[int], supervised: list[bool], anchor: int, gamma: float
+) -> tuple[Tensor, float]:
+    """Weighted cross-entropy of one block and the sum of its weights.
+
+    Slot k predicts the token at anchor + k with weight exp(-(k - 1) / gamma), as long as every token from the anchor to
+    there is supervised (FIELD section 1, 'Anchors' and 'Loss').
+    """
+    total, weights = torch.zeros(()), 0.0
+    for k in range(1, final_KD.shape[0]):
+        place = anchor + k
+        if place >= len(tokens) or not all(supervised[anchor : place + 1]):
+            break
+        weight = math.exp(-(k - 1) / gamma)
+        log_probabilities = (head_VD @ final_KD[k]).log_softmax(0)
+        total, weights = total - weight * log_probabilities[tokens[place]], weights + weight
+    return total, weights

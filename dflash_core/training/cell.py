@@ -1,0 +1,301 @@
+"""One cell: builds everything, starts the threads, runs the train loop, and ends in order.
+
+    plan -> prefetcher -> target loops -> ready buffer -> train loop -> metrics, checkpoints
+
+Building, running and ending are three places: `_build`, `_train`, and the `with` blocks of `run_cell`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dflash_core.data import Dataset
+from dflash_core.errors import CheckpointError, DFlashError, StoppedBySignal
+from dflash_core.metrics.console import ConsoleSink
+from dflash_core.metrics.sinks import FanOut, JsonlSink, MetricsSink, RunLog
+from dflash_core.metrics.wandb_sink import WandbSink
+from dflash_core.model.anchors import default_gamma, slot_weights
+from dflash_core.model.draft import DFlashDraft
+from dflash_core.model.target import FrozenTarget
+from dflash_core.pipeline import BatchPrefetcher, PrefetchSettings, ReorderBuffer, Stopped, Supervisor
+from dflash_core.provenance import digest_json, provenance, write_json
+from dflash_core.records import PlannedBatch
+from dflash_core.training.checkpoint import CheckpointWriter, newest_checkpoint, restore, take_snapshot
+from dflash_core.training.collate import Collator
+from dflash_core.training.devices import CellDevices, cell_devices
+from dflash_core.training.distributed import CellGroup
+from dflash_core.training.job import TrainingJob
+from dflash_core.training.loop import DraftTrainer, batch_rows, take_batches
+from dflash_core.training.monitor import Monitor
+from dflash_core.training.run_folder import now
+from dflash_core.training.schedule import RunPlan
+from dflash_core.training.target_loop import Ready, run_target
+
+log = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """Set by SIGTERM and SIGINT; the train loop looks at it after every step."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Handle the two signals while inside; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: object) -> None:
+        self.signal_name = signal.Signals(number).name
+
+
+@dataclass
+class Cell:
+    """The parts of a running cell, put together by `_build`."""
+
+    job: TrainingJob
+    group: CellGroup
+    supervisor: Supervisor
+    plan: RunPlan
+    trainer: DraftTrainer
+    prefetcher: BatchPrefetcher
+    ready: ReorderBuffer[Ready]
+    monitor: Monitor
+    writer: CheckpointWriter | None
+    sink: RunLog
+    first_step: int
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        self.sink.log("events", {"kind": kind, "step": step, "cell": self.group.rank, **fields})
+
+
+def run_cell(job: TrainingJob) -> dict[str, Any]:
+    """Train, or resume, this process's cell of a run; returns the run's manifest.
+
+    Raises:
+        StoppedBySignal: a signal came; the state was saved.
+        TrainingError: anything else; the first failure of any thread.
+    """
+    torch.set_num_threads(job.topology.threads_per_device)
+    local_cell = int(os.environ.get("LOCAL_RANK", "0"))
+    devices = cell_devices(job.topology, local_cell)
+    group = CellGroup.from_environment("nccl" if devices.is_cuda else "gloo", job.prefetch.stall_timeout_s)
+    try:
+        with StopRequest().listening() as stop:
+            return _run(job, group, devices, stop)
+    finally:
+        group.close()
+
+
+def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopRequest) -> dict[str, Any]:
+    attempt = int(job.run.read_manifest().get("attempt", -1)) + 1
+    group.wait_for_all()  # every cell has read the number before the first one writes it
+    if group.is_first:
+        job.run.update_manifest(state="running", attempt=attempt, pid=os.getpid(), started=now(), finished=None, error=None)
+    try:
+        with Supervisor("cell") as supervisor:
+            sink: RunLog | None = None
+            try:
+                cell = _build(job, group, devices, supervisor, attempt)
+                sink = cell.sink
+                next_step = _train(cell, stop)
+            except Stopped:  # some thread failed; what it raised is what the user must see
+                raise supervisor.failure or RuntimeError("stopped without a reason") from None
+            finally:
+                supervisor.close()  # before the sink: threads may still be logging
+                if sink is not None:
+                    sink.close()
+        if supervisor.failure is not None:
+            raise supervisor.failure
+    except BaseException as error:
+        if group.is_first:
+            text = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
+            job.run.update_manifest(state="failed", error=text, finished=now())
+        raise
+    done = next_step >= cell.plan.num_steps
+    folder = newest_checkpoint(job.run.checkpoints)
+    if group.is_first:
+        job.run.update_manifest(
+            state="completed" if done else "stopped",
+            num_steps=next_step,
+            checkpoint=str(folder[0].relative_to(job.run.path)) if folder else None,
+            finished=now(),
+        )
+    if not done:
+        raise StoppedBySignal(
+            f"stopped by {stop.signal_name} after step {next_step} of {cell.plan.num_steps}; run again to resume"
+        )
+    return job.run.read_manifest()
+
+
+def _open_sinks(job: TrainingJob, group: CellGroup, attempt: int, num_steps: int) -> RunLog:
+    sinks: list[MetricsSink] = [JsonlSink(job.run.metrics)]
+    if group.is_first:
+        sinks.append(ConsoleSink(num_steps, job.metrics.console_every_s))
+        if job.metrics.wandb != "disabled":
+            sinks.append(WandbSink(job.metrics.wandb, job.metrics.wandb_project, job.run_id, job.run.wandb, job.shown_config))
+    return RunLog(FanOut(sinks), job.run_id, attempt)
+
+
+def _build(job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor: Supervisor, attempt: int) -> Cell:
+    dataset = Dataset.open(job.dataset)
+    plan = RunPlan(dataset.lengths, job.edges, job.bucketing, job.train, group.size)
+    by_device = {
+        device: FrozenTarget(
+            job.target_folder, job.spec.target_layer_ids, job.target.dtype, job.target.attn_implementation, device
+        )
+        for device in dict.fromkeys(devices.targets)
+    }
+    first_target = by_device[devices.targets[0]]
+    draft = DFlashDraft(job.spec).initialise(job.train.seed).to(devices.draft)
+    trainer = DraftTrainer(
+        draft,
+        first_target.embedding_VH.to(devices.draft),
+        first_target.head_VH.to(devices.draft),
+        job.train,
+        plan.num_steps,
+        len(job.edges),
+        group,
+    )
+    first_step = _resume(job, trainer)
+    sink = _open_sinks(job, group, attempt, plan.num_steps)
+    collator = Collator(
+        dataset,
+        seed=job.train.seed,
+        num_anchors=job.train.num_anchors,
+        weights_K=slot_weights(job.spec.block_size, job.train.loss_gamma or default_gamma(job.spec.block_size)),
+        pad_token_id=first_target.shape.pad_token_id,
+        pin=devices.is_cuda,
+    )
+    feature_bytes = len(job.spec.target_layer_ids) * job.spec.hidden_size * (2 if job.target.dtype == "bfloat16" else 4)
+    slot_bytes = min(job.train.num_anchors, 1 << 20) * job.spec.block_size * 12
+
+    def size_of(planned: PlannedBatch) -> int:
+        """Features dominate; tokens take 8 bytes each, labels and weights 12 a slot."""
+        longest, rows = plan.longest_row(planned), len(planned.samples)
+        return rows * (longest * (feature_bytes + 8) + min(slot_bytes, longest * job.spec.block_size * 12))
+
+    settings = PrefetchSettings(
+        num_targets=len(devices.targets),
+        num_buckets=len(job.edges),
+        num_workers=job.prefetch.num_workers,
+        dispatch=job.prefetch.dispatch,
+        queue_batches=job.prefetch.queue_batches,
+        max_bytes=job.prefetch.max_bytes,
+        stall_timeout_s=job.prefetch.stall_timeout_s,
+    )
+    prefetcher = BatchPrefetcher(plan.batches(group.rank, first_step), collator, size_of, settings, supervisor)
+    first_position = plan.first_position(group.rank, first_step)
+    ready: ReorderBuffer[Ready] = ReorderBuffer("ready buffer", first_position, supervisor, job.prefetch.stall_timeout_s)
+    monitor = Monitor(prefetcher, ready, sink, group.rank, job.prefetch.stats_every_steps, supervisor)
+    writer = CheckpointWriter(job.run.checkpoints, job.train.keep_last, supervisor) if group.is_first else None
+    if group.is_first:
+        fingerprints = {
+            "dataset": dataset.fingerprint,
+            "plan": plan.epoch_plan(0).fingerprint(),
+            "target_weights": first_target.weights_digest,
+            "config": digest_json(job.identity),
+        }
+        write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
+    prefetcher.start()
+    for number, device in enumerate(devices.targets):
+        supervisor.start(f"target {number}", run_target, by_device[device], number, prefetcher.queues[number], ready)
+    return Cell(job, group, supervisor, plan, trainer, prefetcher, ready, monitor, writer, sink, first_step)
+
+
+def _resume(job: TrainingJob, trainer: DraftTrainer) -> int:
+    """Load the newest good checkpoint, if any; returns the step to go on with."""
+    found = newest_checkpoint(job.run.checkpoints)
+    if found is None:
+        return 0
+    folder, state = found
+    saved = state["counters"]["identity"]
+    different = sorted(key for key in {*saved, *job.identity} if saved.get(key) != job.identity.get(key))
+    if different:
+        listed = "; ".join(f"{key}: {saved.get(key)} in the checkpoint, {job.identity.get(key)} now" for key in different)
+        raise CheckpointError(f"{folder}: cannot be resumed with another {', '.join(different)} ({listed})")
+    restore(folder, trainer.draft, trainer.optimizer)
+    trainer.skipped_in_a_row = int(state["counters"]["skipped_in_a_row"])
+    log.info("resuming from %s at step %d", folder.name, state["next_step"])
+    return int(state["next_step"])
+
+
+def _checkpoint(cell: Cell, next_step: int) -> None:
+    if cell.writer is None:
+        return
+    counters = {"identity": cell.job.identity, "skipped_in_a_row": cell.trainer.skipped_in_a_row}
+    started = time.monotonic()
+    cell.writer.submit(take_snapshot(next_step, cell.trainer.draft, cell.trainer.optimizer, counters))
+    cell.event("checkpoint", next_step, snapshot_s=time.monotonic() - started)
+
+
+def _train(cell: Cell, stop: StopRequest) -> int:
+    """The train loop; returns the number of the first step not trained."""
+    job, trainer = cell.job, cell.trainer
+    if cell.first_step:
+        cell.event("resume", cell.first_step)
+    next_step = cell.first_step
+    last_saved = cell.first_step if cell.first_step else -1
+    for outline in cell.plan.outlines(cell.group.rank, cell.first_step):
+        started = time.monotonic()
+        data_wait = cell.monitor.mean_target_idle_s()
+        totals = trainer.begin()
+        take_batches(trainer, outline.num_batches, cell.ready, cell.prefetcher.budget, totals)
+        row = trainer.end(outline.step, totals, stop.signal_name is not None)
+        cell.supervisor.check()
+        stop_agreed = row.pop("stop")
+        rows = batch_rows(totals)
+        for batch_row in rows:
+            cell.sink.log("batches", batch_row)
+        if cell.group.is_first:
+            cell.sink.log(
+                "steps",
+                {
+                    "step": outline.step,
+                    "epoch": outline.epoch,
+                    **row,
+                    "mean_seq_len": row["num_tokens"] / max(1, row["num_sequences"]),
+                    "max_seq_len": outline.max_seq_len,
+                    "data_wait_s": cell.monitor.mean_target_idle_s() - data_wait,
+                    "target_wait_s": totals.target_wait_s,
+                    "step_s": time.monotonic() - started,
+                    "prefetch_depths": cell.prefetcher.depths(),
+                    "ready_depth": cell.ready.depth(),
+                },
+            )
+        if row["skipped"]:
+            seq_nos = [batch_row["seq_no"] for batch_row in rows]
+            cell.event("skip", outline.step, batches=seq_nos, grad_norm=row["grad_norm"], loss=row["loss"])
+            trainer.refuse_endless_skipping(seq_nos)
+        cell.monitor.step_done(outline.step)
+        next_step = outline.step + 1
+        if next_step % job.train.checkpoint_every == 0 and next_step != last_saved:
+            _checkpoint(cell, next_step)
+            last_saved = next_step
+        if stop_agreed:
+            cell.event("signal", next_step, name=stop.signal_name)
+            break
+    if next_step != last_saved:
+        _checkpoint(cell, next_step)
+    if cell.writer is not None:
+        cell.writer.finish()
+    cell.monitor.finish()
+    return next_step

@@ -1,0 +1,58 @@
+"""Cells of one run: how their gradients and decisions are joined.
+
+Each cell adds up the gradients of its batches without dividing. Once per step everything that has to be agreed on goes
+through a single all-reduce of one flat fp32 buffer: the gradients and, behind them, the step's sums (loss, weights,
+counts, stop requests). Division by the global weight comes after (docs/decisions/0002-one-flat-all-reduce.md).
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+from torch import Tensor, distributed
+
+
+class CellGroup:
+    """This cell among all cells. With one cell nothing is sent."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @classmethod
+    def from_environment(cls, backend: str, timeout_s: float) -> CellGroup:
+        """Join the group that `torchrun` describes, or stand alone without one."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size > 1:
+            distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        return cls(int(os.environ.get("RANK", "0")), size)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def reduce_step(self, parameters: list[torch.nn.Parameter], sums: Tensor) -> Tensor:
+        """Replace every gradient by the sum over cells; returns the summed `sums` (1-D).
+
+        A cell that had no batch in the step takes part with zeros.
+        """
+        if self.size == 1:
+            return sums
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        flat = torch.cat([*(g.flatten() for g in grads), sums])
+        distributed.all_reduce(flat)
+        offset = 0
+        for parameter in parameters:
+            count = parameter.numel()
+            parameter.grad = flat[offset : offset + count].view_as(parameter).clone()
+            offset += count
+        return flat[offset:]
+
+    def wait_for_all(self) -> None:
+        if self.size > 1:
+            distributed.barrier()
+
+    def close(self) -> None:
+        if self.size > 1 and distributed.is_initialized():
+            distributed.destroy_process_group()

@@ -1,0 +1,61 @@
+"""The target loops of a cell: one thread per target device, batches in, tapped states out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_core.errors import StageError
+from dflash_core.model.target import FrozenTarget
+from dflash_core.pipeline import Channel, Closed, Loaded, ReorderBuffer, Stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A batch with its features [R, S, T * H], ready to be trained on."""
+
+    loaded: Loaded
+    features_RSF: Tensor
+    queued_s: float
+    target_forward_s: float
+
+
+def check_features(features_RSF: Tensor, width: int) -> None:
+    """Refuse states that no training can use: wrong width, not finite, or all zero.
+
+    All-zero captured states have been seen in serving engines; they train without any error (FIELD section 3).
+    """
+    if features_RSF.shape[-1] != width:
+        raise ValueError(f"captured states are {features_RSF.shape[-1]} wide, expected {width}")
+    if not bool(torch.isfinite(features_RSF).all()):
+        raise ValueError("captured states are not finite")
+    if not bool(features_RSF.any()):
+        raise ValueError("captured states are all zero")
+
+
+def run_target(target: FrozenTarget, number: int, queue: Channel[Loaded], ready: ReorderBuffer[Ready]) -> None:
+    """Body of a target thread; ends when its queue is closed and empty. The first batch's states are checked."""
+    width = len(target.layer_ids) * target.shape.hidden_size
+    checked = False
+    while True:
+        try:
+            loaded = queue.get()
+        except Closed:
+            return
+        started = time.monotonic()
+        try:
+            features = target.features(loaded.payload.tokens_RS)
+            if not checked:
+                check_features(features, width)
+                checked = True
+            if target.device.type == "cuda":
+                torch.cuda.current_stream(target.device).synchronize()  # the drafter reads on another stream
+        except Stopped:
+            raise
+        except Exception as error:  # the batch's number is known only here
+            raise StageError(f"target {number}", loaded.planned.seq_no, error) from error
+        done = time.monotonic()
+        ready.put(loaded.planned.position, Ready(loaded, features, started - loaded.dispatched_at, done - started))

@@ -1,0 +1,152 @@
+"""The command line that all flows share: check the input, get a server, run the flow, show what came of it.
+
+The order matters. Input is checked before anything is started, so a mistake costs no waiting; and the server's address
+must stand in the environment before Prefect is first imported, so a flow's file calls `main` above that import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dflash_core.errors import DFlashError, UserError
+from flows import console, server
+
+log = logging.getLogger(__name__)
+EXIT_DEFECT = 1
+WIDEST = 6  # columns
+HELP = {
+    "experiment": "Run an experiment: prepare, plan, train and evaluate each run, analyze.",
+    "prepare": "Prepare the dataset of an experiment.",
+    "train": "Train the runs of an experiment, or one of them.",
+    "evaluate": "Evaluate the trained runs of an experiment, or one of them.",
+    "analyze": "Compare the runs of an experiment and write the report.",
+}
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; like KeyboardInterrupt it passes every `except Exception`."""
+
+
+def main(stage: str, argv: Sequence[str] | None = None) -> int:
+    """Run the flow `stage` of the module `flows.<stage>` and return the exit code (DESIGN section 5).
+
+    A signal that did not end in a saved training gives 128 + its number; a defect gives 1 and a traceback.
+    """
+    arguments = _parser(stage).parse_args(argv)
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    console.show_our_lines()
+    if not arguments.debug:
+        warnings.simplefilter("ignore", FutureWarning)  # of libraries, about later versions of themselves; pytest shows them
+    try:
+        _run(stage, arguments)
+    except DFlashError as error:
+        return _fail(str(error), error.exit_code, arguments.debug)
+    except KeyboardInterrupt:
+        return _fail("interrupted; run the same command again to go on", 128 + signal.SIGINT, arguments.debug)
+    except Terminated:
+        return _fail("ended by SIGTERM; run the same command again to go on", 128 + signal.SIGTERM, arguments.debug)
+    except Exception as error:  # noqa: BLE001 - the top of the program
+        return _fail(f"unexpected {type(error).__name__}: {error} (a defect; --debug shows where)", EXIT_DEFECT, arguments.debug)
+    return 0
+
+
+def _parser(stage: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m flows.{stage}", description=HELP[stage])
+    parser.add_argument("experiment", help="the experiment file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=VALUE", dest="overrides", help="change a key")
+    parser.add_argument("--keep-server", action="store_true", help="leave the background Prefect server running")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    if stage in ("train", "evaluate"):
+        parser.add_argument("--run", metavar="NAME", help="only this run of the experiment")
+    return parser
+
+
+def _raise_terminated(_number: int, _frame: object) -> None:
+    raise Terminated
+
+
+def _fail(text: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    sys.stderr.write(f"error: {text}\n")
+    return code
+
+
+def _run(stage: str, arguments: argparse.Namespace) -> None:
+    from dflash_core.experiment import workspace
+
+    run = getattr(arguments, "run", None)
+    _check(arguments.experiment, arguments.overrides, run)
+    with server.session(workspace(), keep=arguments.keep_server) as url:
+        module = importlib.import_module(f"flows.{stage}")  # the first import of Prefect
+        from prefect import tags
+
+        from flows import reconcile, tasks
+
+        console.tame_prefect()
+        embedded = server.find(workspace()) if server.external_url() is None else None
+        short_lived = embedded is not None and not embedded.keep
+        log.info(
+            "Prefect: %s%s",
+            url.removesuffix("/api"),
+            " (until the end of this run; --keep-server keeps it)" if short_lived else "",
+        )
+        request = tasks.Request(experiment=arguments.experiment, overrides=tuple(arguments.overrides), run=run)
+        reconcile.mark_dead_runs()
+        try:
+            with tags(*reconcile.own_tags()):
+                result = getattr(module, stage)(request)
+        finally:
+            _flush_prefect()
+    _show(result)
+
+
+def _check(path: str, overrides: Sequence[str], run: str | None) -> None:
+    """The checks of `Request.variants`, without Prefect."""
+    from dflash_core.experiment import load_experiment
+
+    names = [name for name, _ in load_experiment(path, overrides).variants()]
+    if run is not None and run not in names:
+        raise UserError(f"{path}: no run {run!r}; there are: {', '.join(names)}")
+
+
+def _flush_prefect() -> None:
+    """Let Prefect send its last lines and events while the server still runs."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogHandler
+
+    APILogHandler().flush()
+    EventsWorker.drain_all(timeout=5)
+
+
+def _show(result: dict[str, Any]) -> None:
+    """The end of the console output: a table, if there is one, and the paths."""
+    output = Console()
+    if rows := result.get("table"):
+        output.print(_table(rows))
+    for name, path in result.get("paths", {}).items():
+        output.print(f"{name}: {path}", soft_wrap=True, highlight=False)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    """One line per row; one column per row where the columns would be too many to read."""
+    from flows.tasks import cell
+
+    lines = [list(rows[0]), *([cell(row.get(key)) for key in rows[0]] for row in rows)]
+    if len(rows[0]) > WIDEST:
+        lines = [list(line) for line in zip(*lines, strict=True)]
+    table = Table(*lines[0], header_style="bold")
+    for line in lines[1:]:
+        table.add_row(*line)
+    return table

@@ -1,0 +1,398 @@
+"""The background Prefect server of a workspace: `python -m flows.server start | stop | status | url`.
+
+Prefect's own ephemeral server starts anew for each process and outlives an interrupted one. So the project runs a server
+of its own, one per workspace, on a free loopback port and in a session of its own; `prefect/server.json` says where.
+
+Who stops it: every experiment that uses it holds a shared lease (`flock`, so the kernel returns it whatever happens). A
+server that an experiment started ends with the last one that uses it. One that `start` or `--keep-server` asked for
+stays until `stop`. All changes happen under one exclusive lock, so two starters at once end with one server.
+
+A user's own `PREFECT_API_URL` wins: then nothing is started here. Nothing in this file imports Prefect, because
+the environment (`client_environment`) must be complete before Prefect is first imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from dflash_core.errors import DFlashError, TrainingError, UserError
+from flows import child
+from flows.launch import last_lines, try_lock
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0  # a first start creates the database; about 9 s on two cores
+STOP_S = 15.0
+LOCK_S = 180.0  # longer than a start, which happens under the lock
+HEALTH_S = 5.0
+EMBEDDED = "DFLASH_EMBEDDED_SERVER"  # marks a PREFECT_API_URL as ours, in this process and its children
+LOGGERS = "dflash_core,flows"
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "PREFECT_CLI_PROMPT": "false",
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server as its state file describes it. `create_time` tells its process from a later one with the same id."""
+
+    pid: int
+    create_time: float
+    port: int
+    keep: bool
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/api"
+
+
+def external_url() -> str | None:
+    """The user's own PREFECT_API_URL, if there is one."""
+    url = os.environ.get("PREFECT_API_URL")
+    return url if url and url != os.environ.get(EMBEDDED) else None
+
+
+def client_environment(folder: Path, url: str) -> dict[str, str]:
+    """Environment variables for a process that uses the embedded server of `folder` at `url`."""
+    no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1,localhost"]))
+    return {
+        **QUIET,
+        **quiet_logging(),
+        EMBEDDED: url,
+        "PREFECT_API_URL": url,
+        "PREFECT_HOME": str(folder),
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
+    }
+
+
+def quiet_logging() -> dict[str, str]:
+    """Our loggers reach Prefect, Prefect's own chatter does not reach the console; what the user has set stays."""
+    wanted = {
+        "PREFECT_LOGGING_LEVEL": "WARNING",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": LOGGERS,
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    }
+    return {key: os.environ.get(key, value) for key, value in wanted.items()}
+
+
+@contextlib.contextmanager
+def session(workspace: Path, keep: bool = False) -> Iterator[str]:
+    """Use the workspace's server, or the user's own, for the time of the block; yields its API address.
+
+    Sets this process's environment, so it must come before the first `import prefect`.
+
+    Args:
+        workspace: the workspace folder.
+        keep: leave the server running afterwards, whoever started it.
+
+    Raises:
+        UserError: the user's PREFECT_API_URL does not answer. TrainingError: the server does not start.
+    """
+    if url := external_url():
+        _check_reachable(url)
+        os.environ.update(quiet_logging())
+        yield url
+        return
+    folder = _folder(workspace)
+    users = os.open(folder / "server.users", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with _exclusive(folder):
+            server = _ensure(folder, keep)
+            fcntl.flock(users, fcntl.LOCK_SH)  # nobody holds it exclusively outside the exclusive section
+        os.environ.update(client_environment(folder, server.url))
+        yield server.url
+    finally:
+        os.close(users)
+        with _exclusive(folder):
+            current = _running(folder)
+            if current is not None and not current.keep and not _in_use(folder):
+                _stop(folder, current)
+
+
+def start(workspace: Path) -> Server:
+    """Start the server, or find it running, and keep it until `stop`."""
+    folder = _folder(workspace)
+    with _exclusive(folder):
+        return _ensure(folder, keep=True)
+
+
+def stop(workspace: Path, force: bool = False) -> bool:
+    """Stop the server and everything it started; returns False if none runs.
+
+    Raises:
+        UserError: an experiment uses it and `force` is not given.
+    """
+    folder = _folder(workspace)
+    with _exclusive(folder):
+        server = _running(folder)
+        if server is None:
+            return False
+        if not force and _in_use(folder):
+            raise UserError("the server is in use by a running experiment; `stop --force` stops it all the same")
+        _stop(folder, server)
+        return True
+
+
+def find(workspace: Path) -> Server | None:
+    """The workspace's server if it runs and answers, else None. Starts nothing."""
+    server = _running(_folder(workspace))
+    return server if server is not None and is_ours(server) and _healthy(server.url) else None
+
+
+def is_ours(server: Server) -> bool:
+    """True if it is the recorded process itself that listens on the recorded port."""
+    try:
+        process = psutil.Process(server.pid)
+        family = [process, *process.children(recursive=True)] if _same(process, server) else []
+        return any(
+            connection.status == psutil.CONN_LISTEN and connection.laddr.port == server.port
+            for member in family
+            for connection in member.net_connections(kind="inet")
+        )
+    except psutil.Error:
+        return False
+
+
+def _folder(workspace: Path) -> Path:
+    folder = workspace / "prefect"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Only one process at a time changes which server runs."""
+    descriptor = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + LOCK_S
+        while not try_lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise TrainingError(f"another process has been starting the server of {folder} for {LOCK_S:.0f} s")
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _in_use(folder: Path) -> bool:
+    """True if a process holds the shared lease. Called under `_exclusive`."""
+    descriptor = os.open(folder / "server.users", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        return not try_lock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def _read(folder: Path) -> dict[str, object]:
+    try:
+        state = json.loads((folder / "server.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _write(folder: Path, state: dict[str, object]) -> None:
+    temporary = folder / ".server.json.tmp"  # one writer at a time, see `_exclusive`
+    temporary.write_text(json.dumps(state) + "\n")
+    temporary.replace(folder / "server.json")
+
+
+def _running(folder: Path) -> Server | None:
+    """The recorded server if its process lives, answering or not."""
+    try:
+        server = Server(**_read(folder))  # type: ignore[arg-type]  # a file with other keys is a TypeError, as below
+        process = psutil.Process(server.pid)
+        return server if _same(process, server) and child.runs(process) else None
+    except (TypeError, psutil.Error):
+        return None
+
+
+def _same(process: psutil.Process, server: Server) -> bool:
+    return abs(process.create_time() - server.create_time) < 0.01
+
+
+def _ensure(folder: Path, keep: bool) -> Server:
+    server = _running(folder)
+    if server is not None and not (is_ours(server) and _healthy(server.url)):
+        log.warning("the server (process %d) does not answer; starting it anew", server.pid)
+        _stop(folder, server)
+        server = replace(server, keep=server.keep or keep)
+        server = _start(folder, server.keep)
+    elif server is None:
+        server = _start(folder, keep)
+    elif keep and not server.keep:
+        server = replace(server, keep=True)
+        _write(folder, asdict(server))
+    return server
+
+
+def _start(folder: Path, keep: bool) -> Server:
+    log.info("starting the background Prefect server (10 to 20 s)")
+    last = _read(folder).get("port")
+    for attempt in range(3):
+        # The last port again, so that addresses stay valid; a free one if it is taken or was lost to somebody meanwhile.
+        port = _free_port(last if attempt == 0 and isinstance(last, int) else 0)
+        server = _start_on(folder, port, keep)
+        if server is not None:
+            return server
+    reason = " | ".join(last_lines(folder / "server.log", 3))
+    raise TrainingError(f"the background server does not start: {reason}; see {folder / 'server.log'}")
+
+
+def _start_on(folder: Path, port: int, keep: bool) -> Server | None:
+    """Start the server on a port and wait until it answers; None if it ended instead."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+    environment = {
+        **inherited, **QUIET,
+        "PREFECT_HOME": str(folder),
+        "PREFECT_SERVER_UI_API_URL": "/api",  # else the page calls Prefect's default port
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
+    with (folder / "server.log").open("wb") as sink:
+        process = subprocess.Popen(
+            server_command(port),
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = Server(process.pid, psutil.Process(process.pid).create_time(), port, keep)
+    try:
+        _write(folder, asdict(server))
+        deadline = time.monotonic() + START_S
+        while process.poll() is None:
+            if is_ours(server) and _healthy(server.url):
+                process.returncode = 0  # it is nobody's child from here on: `_stop` finds it by its id
+                return server
+            if time.monotonic() > deadline:
+                raise TrainingError(f"the background server does not answer after {START_S:.0f} s; see {folder / 'server.log'}")
+            time.sleep(0.1)
+    except BaseException:
+        _stop(folder, server)
+        raise
+    return None
+
+
+def server_command(port: int) -> list[str]:
+    """The program that serves the API on a loopback port."""
+    return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+
+
+def _stop(folder: Path, server: Server) -> None:
+    """End the server's process, its children, and whatever is left in its session."""
+    family = _family(server)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in family:
+            child.send(process, number)
+        family = child.wait_gone(family, STOP_S)
+    if family:
+        raise TrainingError(f"processes {[process.pid for process in family]} of the background server do not end")
+    _write(folder, {"port": server.port})
+
+
+def _family(server: Server) -> list[psutil.Process]:
+    members: dict[int, psutil.Process] = {}
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(server.pid)
+        if _same(process, server):
+            members = {member.pid: member for member in [process, *process.children(recursive=True)]}
+    if members:  # the server leads its session, so the session's id is its own
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.getsid(process.pid) == server.pid:
+                    members.setdefault(process.pid, process)
+    return list(members.values())
+
+
+def _free_port(preferred: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", preferred))
+        except OSError:
+            probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _healthy(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback never goes through a proxy
+    try:
+        with opener.open(f"{url}/health", timeout=HEALTH_S) as answer:
+            return bool(answer.status == 200 and answer.read(64).strip() == b"true")
+    except (OSError, ValueError):  # refused, timed out, not HTTP
+        return False
+
+
+def _check_reachable(url: str) -> None:
+    try:
+        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=2 * HEALTH_S).close()  # noqa: S310 - the user's own address
+    except urllib.error.HTTPError:
+        return  # somebody answers; whether the key is right is for Prefect to say
+    except (OSError, ValueError) as error:
+        raise UserError(f"PREFECT_API_URL: no server answers at {url} ({error})") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code. `status` and `url` end with 1 if no server runs."""
+    parser = argparse.ArgumentParser(prog="python -m flows.server", description="The background Prefect server of the workspace.")
+    parser.add_argument("action", choices=["start", "stop", "status", "url"])
+    parser.add_argument("--force", action="store_true", help="stop it even if an experiment uses it")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    from dflash_core.experiment import workspace
+
+    try:
+        text, code = _act(arguments.action, workspace(), arguments.force)
+    except DFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    sys.stdout.write(text + "\n")
+    return code
+
+
+def _act(action: str, workspace: Path, force: bool) -> tuple[str, int]:
+    if (url := external_url()) and action != "stop":
+        if action == "start":
+            raise UserError(f"PREFECT_API_URL is set to {url}; that server is used, and none is started here")
+        return (url if action == "url" else f"your own server (PREFECT_API_URL) is used: {url}"), 0
+    if action == "start":
+        return f"the server runs at {_page(start(workspace))}; stop it with: python -m flows.server stop", 0
+    if action == "stop":
+        return ("stopped" if stop(workspace, force) else "no server runs"), 0
+    server = find(workspace)
+    if server is None:
+        return "no server runs", 1
+    return (server.url if action == "url" else f"the server runs at {_page(server)} (process {server.pid})"), 0
+
+
+def _page(server: Server) -> str:
+    return server.url.removesuffix("/api")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The stages as Prefect tasks, shared by all flows. Each calls one function of `dflash_core.experiment`.
+
+Tasks take the configuration and return small dictionaries, never data. None is cached by Prefect: the stages themselves
+recognise finished work by its content, so a flow that is run again adopts it. Call them directly, never with `.submit()`:
+Prefect raises its termination signal in the main thread, and there the training child is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import deployment
+from prefect.settings import PREFECT_UI_URL
+from pydantic import Field
+
+from dflash_core.config import Config
+from dflash_core.errors import StoppedBySignal, UserError
+from flows import console
+from flows.launch import Relay, launch, node_lock, raise_for_exit
+
+if TYPE_CHECKING:
+    from dflash_core.experiment import ExperimentConfig
+
+log = logging.getLogger(__name__)
+console.set_levels()  # also where no command of ours has been called: in the process of a deployment
+AGAIN = "run the same command again to go on"
+
+
+class Request(Config):
+    """What every flow is asked: an experiment file, and keys to change in it."""
+
+    experiment: str = Field(description="Path of the experiment file")
+    overrides: tuple[str, ...] = Field((), description="Changes of its keys, each as a.b=value")
+    run: str | None = Field(None, description="One run of the experiment; default: all")
+
+    def load(self) -> ExperimentConfig:
+        """Read the experiment; raises ConfigError."""
+        from dflash_core.experiment import load_experiment
+
+        return load_experiment(self.experiment, self.overrides)
+
+    def variants(self) -> list[tuple[str, ExperimentConfig]]:
+        """The runs asked for, by name; raises ConfigError, or UserError for a name the experiment does not have."""
+        variants = self.load().variants()
+        chosen = [(name, config) for name, config in variants if self.run in (None, name)]
+        if not chosen:
+            names = ", ".join(name for name, _ in variants)
+            raise UserError(f"{self.experiment}: no run {self.run!r}; there are: {names}")
+        return chosen
+
+
+class Progress:
+    """Logs `done` of `total` at most every `every_s` seconds, and so nothing for short work."""
+
+    def __init__(self, what: str, every_s: float = 5.0) -> None:
+        self.what, self.every_s, self.last = what, every_s, time.monotonic()
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        now = time.monotonic()
+        if now - self.last >= self.every_s:
+            self.last = now
+            share = f" of {total} ({done / total:.0%})" if total else ""
+            log.info("%s: %d%s", self.what, done, share)
+
+
+@task(name="prepare", cache_policy=NO_CACHE)
+def prepare(config: ExperimentConfig) -> dict[str, Any]:
+    """Conversations to a dataset folder; adopts an unchanged one."""
+    from dflash_core import experiment
+
+    dataset = experiment.prepare(config, progress=Progress("prepare: rows"))
+    log.info(
+        "dataset %s: %d sequences, %d tokens, %d rejected%s", config.data.name, dataset["num_sequences"], dataset["num_tokens"],
+        dataset["num_rejected"], " (unchanged, used again)" if dataset.get("reused") else "",
+    )  # fmt: skip
+    return dataset
+
+
+@task(name="plan", cache_policy=NO_CACHE)
+def plan(config: ExperimentConfig) -> dict[str, Any]:
+    """Bucket boundaries and the statistics of the orders."""
+    from dflash_core import experiment
+
+    result = experiment.plan(config)
+    log.info("bucket edges %s, padding efficiency %.3f", list(result["edges"]), result["padding_efficiency"])
+    return result
+
+
+@task(name="train", task_run_name="train {run_name}", cache_policy=NO_CACHE)
+def train(config: ExperimentConfig, run_name: str) -> dict[str, Any]:
+    """Train one run in a child process, resume it, or adopt it if it is complete.
+
+    Raises:
+        DFlashError: what the child's exit code stands for. StoppedBySignal: a signal reached this flow and the child
+        saved its state; under a deployment Prefect's own signal is passed on instead, so that it sees a cancellation.
+    """
+    from dflash_core import experiment
+
+    run_dir = experiment.create_run(config, run_name)
+    if experiment.run_state(run_dir) != "completed":
+        log_file = run_dir / "logs" / "train.log"
+        with node_lock(experiment.workspace() / "locks", f"run {run_dir.name}") as lock:
+            if experiment.run_state(run_dir) != "completed":  # somebody else may have trained it while we waited
+                log.info("train %s: all output in %s", run_name, log_file)
+                _train_child(run_dir, log_file, lock)
+                return {"run": run_name, "run_dir": str(run_dir), "adopted": False}
+    log.info("train %s: complete already, used again (%s)", run_name, run_dir)
+    return {"run": run_name, "run_dir": str(run_dir), "adopted": True}
+
+
+def _train_child(run_dir: Path, log_file: Path, lock: int) -> None:
+    from dflash_core import experiment
+
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # lines arrive when they are written
+    relay = Relay(logging.getLogger("flows.train"))
+    try:
+        code = launch(experiment.train_command(run_dir), log_file=log_file, env=environment, on_line=relay, keep_open=(lock,))
+        relay.finish()
+    except (KeyboardInterrupt, TerminationSignal):
+        if deployment.id is None and experiment.run_state(run_dir) == "stopped":
+            raise StoppedBySignal(f"training was stopped by a signal and its state saved in {run_dir}; {AGAIN}") from None
+        raise
+    if code != 0 and experiment.run_state(run_dir) == "stopped":  # torchrun does not pass its ranks' exit codes on
+        raise StoppedBySignal(f"training was stopped by a signal and its state saved in {run_dir}; {AGAIN}")
+    raise_for_exit(code, log_file)
+
+
+def trained(request: Request) -> dict[str, str]:
+    """Run folders of the runs asked for, by name; raises UserError if one is not trained to its end."""
+    from dflash_core import experiment
+
+    run_dirs = {}
+    for name, config in request.variants():
+        run_dir = experiment.create_run(config, name)
+        if (state := experiment.run_state(run_dir)) != "completed":
+            raise UserError(
+                f"run {name!r} is not trained (state: {state}); run: python -m flows.train {request.experiment} --run {name}"
+            )
+        run_dirs[name] = str(run_dir)
+    return run_dirs
+
+
+@task(name="evaluate", task_run_name="evaluate {run_name}", cache_policy=NO_CACHE)
+def evaluate(run_name: str, run_dir: str) -> dict[str, Any]:
+    """Acceptance length of a run's drafter on held-out prompts."""
+    from dflash_core import experiment
+
+    result = experiment.evaluate_run(Path(run_dir), progress=Progress(f"evaluate {run_name}: prompts"))
+    log.info(
+        "evaluate %s: acceptance length %.2f on %d prompts (untrained %s), lossless: %s", run_name, result["acceptance_length"],
+        result["num_prompts"], _number(result.get("acceptance_length_untrained")), _words(result.get("lossless")),
+    )  # fmt: skip
+    return result
+
+
+@task(name="analyze", cache_policy=NO_CACHE)
+def analyze(config: ExperimentConfig, run_dirs: list[str]) -> dict[str, Any]:
+    """Compare runs; writes the report, and publishes its table as a Prefect artifact."""
+    from dflash_core import experiment
+
+    result = experiment.analyze(config, [Path(run_dir) for run_dir in run_dirs])
+    markdown = f"# {config.name}\n\n{markdown_table(result['table'])}\n\nReport: `{result['report_html']}`\n"
+    key = "".join(letter if letter.isalnum() else "-" for letter in config.name.lower())
+    identifier = create_markdown_artifact(
+        markdown, key=f"comparison-{key}", description=f"Comparison of the runs of {config.name}"
+    )
+    log.info("comparison table: %s/artifacts/artifact/%s", PREFECT_UI_URL.value(), identifier)
+    return result
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """Rows as a markdown table; the columns are the first row's keys."""
+    if not rows:
+        return "(no rows)"
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(row.get(key)) for key in rows[0]] for row in rows)]
+    return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    """A value as the tables show it."""
+    if isinstance(value, bool) or value is None:
+        return _words(value)
+    return _number(value) if isinstance(value, float) else str(value)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _words(value: bool | None) -> str:
+    return "-" if value is None else "yes" if value else "NO"

@@ -1,0 +1,25 @@
+"""Trainings alone: `python -m flows.train EXPERIMENT.yaml [--run NAME]`, with the dataset they need."""
+
+from __future__ import annotations
+
+import sys
+
+from flows.command import main
+
+if __name__ == "__main__":  # above the import of Prefect: see flows/command.py
+    sys.exit(main("train"))
+
+from typing import Any
+
+from prefect import flow
+
+from flows import tasks
+from flows.tasks import Request
+
+
+@flow(name="dflash-train")
+def train(config: Request) -> dict[str, Any]:
+    """Train the runs of an experiment, or one of them."""
+    variants = config.variants()
+    tasks.prepare(config.load())
+    return {"paths": {f"run {name}": tasks.train(variant, name)["run_dir"] for name, variant in variants}}

@@ -1,0 +1,165 @@
+"""Orders: the diverse order reaches the shortest possible longest run and keeps every prefix near its quota."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import groupby, product
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dflash_core.bucketing import order_statistics, plan_epoch, shortest_possible_longest_run
+from dflash_core.bucketing.orders import diverse, diverse_buckets, grouped, pressing_bucket
+
+multisets = st.lists(st.integers(1, 60), min_size=1, max_size=8)
+with_majority = st.builds(
+    lambda rest, k, d: [max(1, k * sum(rest) // 2 + d), *rest], multisets, st.integers(1, 8), st.integers(-2, 3)
+)
+
+
+def longest_run(sequence: Sequence[int]) -> int:
+    return max(len(list(run)) for _, run in groupby(sequence))
+
+
+def prefix_deviation(sequence: Sequence[int], counts: list[int]) -> float:
+    done, worst = [0] * len(counts), 0.0
+    for place, bucket in enumerate(sequence, 1):
+        done[bucket] += 1
+        worst = max(worst, *(abs(d - place * n / len(sequence)) for d, n in zip(done, counts, strict=True)))
+    return worst
+
+
+@given(multisets | with_majority, st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None)
+@example([2, 1, 2], 0)  # R* = 1 with two largest buckets
+@example([102, 50], 0)  # R* = 2 without any slack
+@example([1, 1, 1, 1, 1, 1], 0)
+@example([60], 0)
+def test_diverse_reaches_the_bound_and_keeps_every_prefix_near_its_quota(counts: list[int], seed: int) -> None:
+    bucket = np.repeat(np.arange(len(counts)), counts)
+    order = diverse(bucket, np.random.default_rng(seed))
+    assert sorted(order.tolist()) == list(range(len(bucket)))
+    sequence = bucket[order].tolist()
+    assert longest_run(sequence) == shortest_possible_longest_run(counts)
+    assert prefix_deviation(sequence, counts) <= 1.5
+
+
+@cache
+def best_longest_run(counts: tuple[int, ...]) -> int:
+    """By trying all sequences."""
+    total = sum(counts)
+    sequences = product(range(len(counts)), repeat=total)
+    return min(longest_run(s) for s in sequences if all(s.count(i) == n for i, n in enumerate(counts)))
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=3).filter(lambda c: 0 < sum(c) <= 8))
+@settings(max_examples=60, deadline=None)
+def test_the_bound_is_the_best_of_all_orders(counts: list[int]) -> None:
+    assert shortest_possible_longest_run(counts) == best_longest_run(tuple(sorted(counts)))
+
+
+@cache
+def can_finish(left: tuple[int, ...], last: int, run: int, cap: int) -> bool:
+    """Whether some order of the batches left keeps all runs within the cap, by trying all."""
+    if sum(left) == 0:
+        return True
+    return any(can_finish(*after_move(left, last, run, i), cap) for i in moves(left, last, run, cap))
+
+
+def moves(left: tuple[int, ...], last: int, run: int, cap: int) -> list[int]:
+    return [i for i, n in enumerate(left) if n > 0 and not (i == last and run == cap)]
+
+
+def after_move(left: tuple[int, ...], last: int, run: int, i: int) -> tuple[tuple[int, ...], int, int]:
+    return tuple(n - (j == i) for j, n in enumerate(left)), i, run + 1 if i == last else 1
+
+
+def test_the_cap_rule_allows_exactly_the_moves_that_can_be_finished() -> None:
+    pressed = free = 0
+    for left, cap, last in product(product(range(6), repeat=3), (1, 2, 3), (0, 1, 2)):
+        for run in range(1, cap + 1):
+            if sum(left) == 0 or not can_finish(left, last, run, cap):
+                continue
+            good = [i for i in moves(left, last, run, cap) if can_finish(*after_move(left, last, run, i), cap)]
+            pressing = pressing_bucket(left, sum(left), cap)
+            assert good == ([pressing] if pressing >= 0 else moves(left, last, run, cap)), (left, cap, last, run)
+            pressed, free = pressed + (pressing >= 0), free + (pressing < 0)
+    assert pressed > 100 and free > 100
+
+
+def test_the_bound_without_batches() -> None:
+    assert shortest_possible_longest_run([]) == shortest_possible_longest_run([0, 0]) == 0
+
+
+def test_every_step_of_a_diverse_order_holds_its_quota_of_every_bucket() -> None:
+    counts, per_step = [30, 50, 90, 130, 180, 520], 8
+    bucket = np.repeat(np.arange(6), counts)
+    sequence = bucket[diverse(bucket, np.random.default_rng(3))]
+    for start in range(0, len(sequence), per_step):
+        held = np.bincount(sequence[start : start + per_step], minlength=6)
+        assert (np.abs(held - per_step * np.array(counts) / 1000) < 2).all()
+
+
+def test_diverse_orders_differ_by_seed_and_spread_the_batches_of_a_bucket() -> None:
+    bucket = np.repeat(np.arange(4), [5, 20, 30, 45])
+    found = [diverse(bucket, np.random.default_rng(seed)) for seed in range(200)]
+    assert len({tuple(bucket[order]) for order in found}) == 200
+    # The first place goes to various buckets, and each batch of a bucket is anywhere in the epoch.
+    assert {int(bucket[order[0]]) for order in found} >= {2, 3}
+    places = np.array([np.flatnonzero(order == 99)[0] for order in found])
+    assert places.min() < 15 and places.max() > 85 and abs(places.mean() - 49.5) < 8
+
+
+def test_ties_are_drawn() -> None:
+    first = [diverse_buckets([10, 10, 10], np.random.default_rng(seed))[0] for seed in range(300)]
+    assert (np.bincount(first, minlength=3) > 60).all()
+
+
+def test_grouped_puts_the_partial_step_last_and_shuffles_the_steps() -> None:
+    bucket = np.repeat(np.arange(3), [9, 13, 8])
+    order = grouped(bucket, 4, np.random.default_rng(0))
+    assert sorted(order.tolist()) == list(range(30))
+    steps = [tuple(bucket[order[i : i + 4]]) for i in range(0, 30, 4)]
+    assert sum(len(set(s)) == 1 for s in steps[:-1]) == 9 // 4 + 13 // 4 + 8 // 4
+    assert len(steps[-1]) == 2
+    assert len({tuple(bucket[grouped(bucket, 4, np.random.default_rng(s))]) for s in range(20)}) > 10
+
+
+COUNTS = (300, 500, 900, 1300, 1800, 5200)
+EDGES = (512, 1024, 1536, 2048, 3072, 4096)
+BUDGET = 8192
+
+
+@pytest.fixture(scope="module")
+def lengths_of_the_wide_case() -> np.ndarray:
+    """Lengths that give exactly `COUNTS` batches in the buckets of `EDGES`: full batches, each bucket up to its edge."""
+    rng = np.random.default_rng(0)
+    parts = []
+    for lower, upper, count in zip((0, *EDGES), EDGES, COUNTS, strict=False):
+        part = rng.integers(lower + 1, upper + 1, count * (BUDGET // upper))
+        part[0] = upper
+        parts.append(part)
+    return rng.permutation(np.concatenate(parts))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_half_of_ten_thousand_batches_in_one_bucket(lengths_of_the_wide_case: np.ndarray, seed: int) -> None:
+    found = {}
+    for order in ("diverse", "shuffle", "grouped"):
+        plan = plan_epoch(lengths_of_the_wide_case, EDGES, token_budget=BUDGET, batches_per_step=6, order=order, seed=seed)
+        assert np.bincount(plan.bucket).tolist() == list(COUNTS)
+        found[order] = order_statistics(plan.bucket, step=plan.step, mean_length=plan.mean_length, num_buckets=6)
+    diverse_found, shuffled = found["diverse"], found["shuffle"]
+    assert diverse_found.longest_run == diverse_found.shortest_possible_longest_run == 2
+    assert diverse_found.prefix_deviation is not None and diverse_found.prefix_deviation <= 1.5
+    assert diverse_found.step_share_sd is not None and diverse_found.step_share_sd <= 0.09
+    assert diverse_found.lag1_correlation is not None and diverse_found.lag1_correlation < 0
+    # Plain shuffling: runs of 11 to 17 are usual; the share of a 6-batch step has sd sqrt(0.52 * 0.48 / 6) = 0.204.
+    assert shuffled.longest_run >= 9
+    assert shuffled.step_share_sd == pytest.approx(0.204, abs=0.015)
+    assert shuffled.runs_z is not None and abs(shuffled.runs_z) < 4
+    # One bucket per step is the worst composition: sd sqrt(0.52 * 0.48) = 0.5.
+    assert found["grouped"].step_share_sd == pytest.approx(0.5, abs=0.01)

@@ -1,0 +1,189 @@
+"""The plan of an epoch: what every plan keeps, whatever lengths, edges, order and cells it is made for."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_core.bucketing import EpochPlan, choose_boundaries, order_statistics, plan_epoch
+from dflash_core.bucketing.cells import assign_cells
+from dflash_core.errors import ConfigError, DataError
+
+ORDERS = ["diverse", "shuffle", "grouped", "sorted"]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
+    """Lengths, and the arguments of a valid plan for them; edges may leave buckets empty."""
+    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=120))
+    inner = draw(st.sets(st.integers(1, max(lengths) - 1), max_size=5)) if max(lengths) > 1 else set()
+    arguments = {
+        "edges": (*sorted(inner), max(lengths) + draw(st.integers(0, 3))),
+        "token_budget": max(lengths) + draw(st.integers(0, 150)),
+        "batches_per_step": draw(st.integers(1, 9)),
+        "num_cells": draw(st.integers(1, 4)),
+        "order": draw(st.sampled_from(ORDERS)),
+        "seed": draw(st.integers(0, 2**40)),
+        "epoch": draw(st.integers(0, 5)),
+    }
+    return lengths, arguments
+
+
+@given(requests())
+@settings(max_examples=150, deadline=None)
+def test_every_sequence_is_in_one_batch_of_its_bucket_within_the_budget(request: tuple[list[int], dict[str, Any]]) -> None:
+    lengths, arguments = request
+    plan = plan_epoch(lengths, **arguments)
+    batches = [plan.samples(i).tolist() for i in range(plan.num_batches)]
+    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
+    bounds = (0, *plan.edges)
+    for i, batch in enumerate(batches):
+        held = [lengths[s] for s in batch]
+        assert all(bounds[plan.bucket[i]] < n <= bounds[plan.bucket[i] + 1] for n in held)
+        assert plan.num_sequences[i] == len(held) > 0
+        assert plan.num_tokens[i] == sum(held)
+        assert plan.max_length[i] == max(held)
+        assert plan.mean_length[i] == pytest.approx(sum(held) / len(held))
+        assert plan.num_padded_tokens[i] == len(held) * max(held) <= arguments["token_budget"]
+
+
+@given(requests())
+@settings(max_examples=100, deadline=None)
+def test_steps_are_consecutive_batches_shared_out_evenly(request: tuple[list[int], dict[str, Any]]) -> None:
+    lengths, arguments = request
+    plan = plan_epoch(lengths, **arguments)
+    per_step, num_cells = arguments["batches_per_step"], arguments["num_cells"]
+    assert plan.step.tolist() == [i // per_step for i in range(plan.num_batches)]
+    assert plan.num_steps == -(-plan.num_batches // per_step)
+    for step in range(plan.num_steps):
+        held = np.bincount(plan.cell[plan.step == step], minlength=num_cells)
+        assert len(held) == num_cells and held.max() - held.min() <= 1
+    assert plan.cell.tolist() == assign_cells(plan.num_padded_tokens, per_step, num_cells).tolist()
+
+
+@given(requests())
+@settings(max_examples=60, deadline=None)
+def test_a_plan_is_a_function_of_its_arguments_and_orders_share_their_batches(request: tuple[list[int], dict[str, Any]]) -> None:
+    lengths, arguments = request
+    plan = plan_epoch(lengths, **arguments)
+    assert plan_epoch(np.array(lengths, dtype=np.int32), **arguments).fingerprint() == plan.fingerprint()
+    sets = {frozenset(map(tuple, batches_of(plan_epoch(lengths, **arguments | {"order": order})))) for order in ORDERS}
+    assert len(sets) == 1
+
+
+def batches_of(plan: EpochPlan) -> list[list[int]]:
+    return [plan.samples(i).tolist() for i in range(plan.num_batches)]
+
+
+def example(**changes: Any) -> EpochPlan:
+    lengths = np.random.default_rng(0).integers(1, 500, 400)
+    edges = choose_boundaries(lengths, 4)
+    return plan_epoch(lengths, edges, **{"token_budget": 1200, "batches_per_step": 6, "num_cells": 2} | changes)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_seed_and_epoch_change_batches_but_not_their_number(order: str) -> None:
+    first, other_seed, other_epoch = example(order=order), example(order=order, seed=1), example(order=order, epoch=1)
+    assert len({p.fingerprint() for p in (first, other_seed, other_epoch)}) == 3
+    contents = [{frozenset(batch) for batch in batches_of(p)} for p in (first, other_seed, other_epoch)]
+    assert len(contents[0] & contents[1]) < len(contents[0]) / 10
+    assert len(contents[0] & contents[2]) < len(contents[0]) / 10
+    assert len(contents[1] & contents[2]) < len(contents[0]) / 10
+    assert first.num_batches == other_seed.num_batches == other_epoch.num_batches
+
+
+@pytest.mark.parametrize("field", ["bucket", "step", "cell", "num_tokens", "max_length", "sample_index", "offsets"])
+def test_the_fingerprint_sees_every_array(field: str) -> None:
+    plan = example()
+    changed = getattr(plan, field).copy()
+    changed[-1] += 1
+    assert dataclasses.replace(plan, **{field: changed}).fingerprint() != plan.fingerprint()
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    plan = example()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.bucket = plan.step  # type: ignore[misc]
+    with pytest.raises(ValueError, match="read-only"):
+        plan.bucket[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        plan.samples(0)[0] = 1
+    with pytest.raises(IndexError):
+        plan.samples(plan.num_batches)
+    assert (plan.order, plan.seed, plan.epoch, plan.num_buckets) == ("diverse", 0, 0, 4)
+
+
+def test_sorted_order_ascends() -> None:
+    plan = example(order="sorted")
+    assert (np.diff(plan.mean_length) >= 0).all()
+    assert (np.diff(plan.bucket) >= 0).all()
+
+
+def test_grouped_steps_hold_one_bucket_as_far_as_counts_allow() -> None:
+    plan = example(order="grouped")
+    counts = np.bincount(plan.bucket)
+    pure = [len(set(plan.bucket[plan.step == s].tolist())) == 1 for s in range(plan.num_batches // 6)]
+    assert sum(pure) >= (counts // 6).sum() > 3
+    assert plan.bucket.tolist() != sorted(plan.bucket.tolist())
+
+
+@given(
+    st.lists(st.integers(1, 100) | st.sampled_from([1, 1000]), min_size=1, max_size=80),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+@settings(max_examples=200, deadline=None)
+def test_loads_of_cells_never_differ_by_more_than_the_dearest_batch(costs: list[int], num_cells: int, each: int) -> None:
+    per_step = num_cells * each
+    cell = assign_cells(np.array(costs), per_step, num_cells)
+    for end in range(per_step, len(costs) + 1, per_step):
+        load = np.bincount(cell[:end], weights=costs[:end], minlength=num_cells)
+        assert load.max() - load.min() <= max(costs[:end])
+
+
+def test_dearest_batches_go_first_to_the_least_loaded_cell() -> None:
+    # Step 1: 9 | 5 + 4 would be even, but each cell gets two: 9 + 1 | 5 + 4. Step 2 starts from loads 10 and 9.
+    assert assign_cells(np.array([1, 4, 5, 9, 2, 2, 7, 3]), 4, 2).tolist() == [0, 1, 1, 0, 0, 1, 1, 0]
+    # A step of one batch goes to the cell with less.
+    assert assign_cells(np.array([5, 3, 1]), 2, 2).tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_small_epochs(order: Any) -> None:
+    one = plan_epoch([7], [7], token_budget=7, batches_per_step=8, num_cells=4, order=order)
+    assert (one.num_batches, one.num_steps, one.cell.tolist()) == (1, 1, [0])
+    two = plan_epoch([3, 9], [4, 5, 9], token_budget=9, batches_per_step=8, num_cells=4, order=order)
+    assert sorted(two.bucket.tolist()) == [0, 2] and sorted(two.cell.tolist()) == [0, 1]
+    assert two.num_buckets == 3
+    same = plan_epoch([5] * 10, [5], token_budget=10, batches_per_step=2, order=order)
+    assert same.num_batches == 5 and same.step.tolist() == [0, 0, 1, 1, 2]
+    stats = order_statistics(same.bucket, step=same.step, mean_length=same.mean_length, num_buckets=1)
+    assert stats.longest_run == stats.shortest_possible_longest_run == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"lengths": [3, 50, 60, 4]}, DataError, "sequence 2 has 60 tokens, more than bucketing.token_budget = 40"),
+        ({"lengths": []}, DataError, "no sequences"),
+        ({"edges": [5, 29]}, ConfigError, "bucketing.boundaries: the last edge, 29"),
+        ({"token_budget": 0}, ConfigError, "bucketing.token_budget: 0"),
+        ({"batches_per_step": 0}, ConfigError, "bucketing.batches_per_step: 0"),
+        ({"num_cells": 0}, ConfigError, "topology.cells: 0"),
+        ({"seed": -1}, ConfigError, "train.seed: -1"),
+        ({"epoch": -1}, ConfigError, "epoch: -1"),
+        ({"order": "random"}, ConfigError, "bucketing.order: 'random'"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    arguments: dict[str, Any] = {"lengths": [3, 30], "edges": [5, 60], "token_budget": 40, "batches_per_step": 2} | changes
+    with pytest.raises(error) as caught:
+        plan_epoch(**arguments)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

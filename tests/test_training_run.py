@@ -1,0 +1,278 @@
+"""Whole runs on the micro target: what threads, topology, interruption and resuming must not change."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_core import experiment as root
+from dflash_core.errors import CheckpointError, StageError, TrainingError
+from dflash_core.training import cell as cell_module
+from dflash_core.training import loop as loop_module
+from dflash_core.training.checkpoint import check_checkpoint, newest_checkpoint
+from dflash_core.training.run_folder import RunFolder
+
+
+def start(path: Path, name: str, *overrides: str) -> Path:
+    config = root.load_experiment(path, overrides)
+    root.prepare(config)
+    return root.create_run(config, name)
+
+
+def train(path: Path, name: str, *overrides: str) -> Path:
+    run_dir = start(path, name, *overrides)
+    root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
+    return run_dir
+
+
+def rows(run_dir: Path, stream: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics" / f"{stream}.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    last: dict[int, dict[str, Any]] = {}
+    for row in rows(run_dir, "steps"):
+        if row["step"] not in last or row["attempt"] >= last[row["step"]]["attempt"]:
+            last[row["step"]] = row
+    return [last[step]["loss"] for step in sorted(last)]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    from dflash_core.model.weights import load_draft
+
+    found = newest_checkpoint(run_dir / "checkpoints")
+    assert found is not None
+    return dict(load_draft(found[0]).state_dict())
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert losses(a) == losses(b)
+    for name, tensor in weights(a).items():
+        assert torch.equal(tensor, weights(b)[name]), name
+
+
+@pytest.fixture
+def reference(micro_experiment: Path) -> Path:
+    return train(micro_experiment, "reference")
+
+
+def test_a_run_leaves_the_files_that_others_read(reference: Path) -> None:
+    manifest = RunFolder(reference).read_manifest()
+    assert (manifest["state"], manifest["num_steps"], manifest["checkpoint"]) == ("completed", 10, "checkpoints/step-000010")
+    steps, batches = rows(reference, "steps"), rows(reference, "batches")
+    assert [row["step"] for row in steps] == list(range(10))
+    assert all(row["grad_norm"] > 0 and row["lr"] > 0 and not row["skipped"] for row in steps)
+    for row in steps:
+        mine = [b for b in batches if b["step"] == row["step"]]
+        assert row["num_batches"] == len(mine)
+        for key in ("num_tokens", "num_padded_tokens", "num_anchors", "num_sequences", "num_supervised"):
+            assert row[key] == sum(b[key] for b in mine), key
+        assert row["loss"] == pytest.approx(sum(b["loss_sum"] for b in mine) / sum(b["weight_sum"] for b in mine), rel=1e-5)
+        assert sum(row["bucket_counts"]) == row["num_batches"]
+    assert [b["seq_no"] for b in batches] == list(range(len(batches)))
+    assert [row["step"] for row in rows(reference, "stats")] == [0, 2, 4, 6, 8]
+    assert [e["step"] for e in rows(reference, "events") if e["kind"] == "checkpoint"] == [4, 8, 10]
+    provenance = json.loads((reference / "provenance.json").read_text())
+    assert len(provenance["fingerprints"]["dataset"]) == 64 and provenance["packages"]["torch"]
+    assert sorted(p.name for p in (reference / "checkpoints").iterdir()) == ["step-000008", "step-000010"]
+
+
+def test_training_lowers_the_loss(micro_experiment: Path) -> None:
+    trained = losses(train(micro_experiment, "longer", "train.max_steps=40", "train.num_epochs=40"))
+    assert sum(trained[-5:]) < 0.8 * sum(trained[:5])
+
+
+@pytest.mark.parametrize(
+    ("targets", "workers", "dispatch"),
+    [(3, 4, "round_robin"), (1, 4, "least_loaded"), (3, 1, "least_loaded"), (3, 4, "per_worker")],
+)
+def test_topology_does_not_change_the_loss_trajectory(
+    micro_experiment: Path, reference: Path, targets: int, workers: int, dispatch: str
+) -> None:
+    other = train(
+        micro_experiment,
+        f"other-{targets}-{workers}-{dispatch}",
+        f"topology.targets_per_cell={targets}",
+        f"prefetch.num_workers={workers}",
+        f"prefetch.dispatch={dispatch}",
+        "prefetch.queue_batches=1",
+        "prefetch.max_bytes=100000",
+    )
+    assert_same_run(reference, other)
+    assert len({row["target"] for row in rows(other, "batches")}) == targets
+
+
+def test_order_and_seed_do_change_it(micro_experiment: Path, reference: Path) -> None:
+    assert losses(train(micro_experiment, "shuffled", "bucketing.order=shuffle")) != losses(reference)
+    assert losses(train(micro_experiment, "seeded", "train.seed=1")) != losses(reference)
+
+
+def test_a_run_that_failed_midway_resumes_exactly(
+    micro_experiment: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = start(micro_experiment, "broken")
+    config = root.load_experiment(run_dir / "config.yaml")
+    original = loop_module.DraftTrainer.end
+
+    def break_at_seven(self: Any, step: int, *rest: Any) -> Any:
+        if step == 7:
+            raise OSError("the disk is gone")
+        return original(self, step, *rest)
+
+    monkeypatch.setattr(loop_module.DraftTrainer, "end", break_at_seven)
+    with pytest.raises(OSError, match="disk is gone"):
+        root.train_run(config, run_dir)
+    manifest = RunFolder(run_dir).read_manifest()
+    assert manifest["state"] == "failed" and "disk is gone" in manifest["error"]
+    monkeypatch.setattr(loop_module.DraftTrainer, "end", original)
+    root.train_run(config, run_dir)
+    assert_same_run(reference, run_dir)
+    steps = [(row["attempt"], row["step"]) for row in rows(run_dir, "steps")]
+    assert steps == [(0, s) for s in range(7)] + [(1, s) for s in range(4, 10)]
+    assert [e["step"] for e in rows(run_dir, "events") if e["kind"] == "resume"] == [4]
+
+
+def test_a_damaged_checkpoint_is_passed_over(micro_experiment: Path, reference: Path) -> None:
+    newest = reference / "checkpoints" / "step-000010"
+    data = bytearray((newest / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged"):
+        check_checkpoint(newest)
+    found = newest_checkpoint(reference / "checkpoints")
+    assert found is not None and found[0].name == "step-000008"
+    before = losses(reference)
+    root.train_run(root.load_experiment(reference / "config.yaml"), reference)
+    assert losses(reference) == before
+    check_checkpoint(newest)
+
+
+def test_resuming_with_another_config_is_refused_with_the_difference(micro_experiment: Path, reference: Path) -> None:
+    config = root.load_experiment(micro_experiment, ["train.lr=0.5"])
+    with pytest.raises(CheckpointError, match=r"train\.lr: 0\.003 in the checkpoint, 0\.5 now"):
+        root.train_run(config, reference)
+
+
+@pytest.mark.parametrize("stage", ["loader", "target", "drafter"])
+def test_the_error_names_stage_and_batch(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    run_dir = start(micro_experiment, f"fail-{stage}")
+
+    def explode(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("boom")
+
+    if stage == "loader":
+        monkeypatch.setattr("dflash_core.training.collate.draw_anchors", explode)
+    elif stage == "target":
+        monkeypatch.setattr("dflash_core.model.target.FrozenTarget.features", explode)
+    else:
+        monkeypatch.setattr(loop_module, "block_loss", explode)
+    started = time.monotonic()
+    with pytest.raises((StageError, RuntimeError)) as caught:
+        root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
+    assert time.monotonic() - started < 10
+    if stage != "drafter":
+        assert isinstance(caught.value, StageError) and caught.value.batch is not None
+        assert f"stage '{stage} " in str(caught.value) and "boom" in str(caught.value)
+    assert RunFolder(run_dir).read_manifest()["state"] == "failed"
+
+
+def test_all_zero_states_stop_the_run(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = start(micro_experiment, "zeros")
+    real = cell_module.FrozenTarget.features
+    monkeypatch.setattr(cell_module.FrozenTarget, "features", lambda self, ids: real(self, ids) * 0)
+    with pytest.raises(StageError, match="all zero"):
+        root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
+
+
+def test_non_finite_steps_are_skipped_counted_and_finally_stop_the_run(
+    micro_experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = start(micro_experiment, "nan", "train.max_skipped_in_a_row=3")
+    real = loop_module.block_loss
+
+    def poisoned(*args: Any) -> Any:
+        parts = real(*args)
+        return parts._replace(loss_sum=parts.loss_sum * float("nan"))
+
+    monkeypatch.setattr(loop_module, "block_loss", poisoned)
+    with pytest.raises(TrainingError, match=r"3 steps in a row.*batches: \[\d"):
+        root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
+    skips = [e for e in rows(run_dir, "events") if e["kind"] == "skip"]
+    assert len(skips) == 3 and all(e["batches"] for e in skips)
+    assert [row["skipped"] for row in rows(run_dir, "steps")] == [True] * 3
+
+
+def child(run_dir: Path, *more: str) -> subprocess.Popen[str]:
+    command = [*root.train_command(run_dir), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ))
+
+
+def wait_for_step(run_dir: Path, step: int, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    path = run_dir / "metrics" / "steps.jsonl"
+    while time.monotonic() < deadline:
+        if path.exists() and sum(1 for _ in path.open()) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached in {timeout_s:.0f} s")
+
+
+LONG = ("train.max_steps=400", "train.num_epochs=400", "train.checkpoint_every=5")
+
+
+def test_sigterm_saves_and_exits_4_and_kill_9_loses_nothing_that_a_resume_needs(micro_experiment: Path) -> None:
+    run_dir = start(micro_experiment, "signalled", *LONG)
+    process = child(run_dir)
+    try:
+        wait_for_step(run_dir, 7)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 4, output
+        assert output.strip().splitlines()[-1].startswith("error: stopped by SIGTERM after step")
+        manifest = RunFolder(run_dir).read_manifest()
+        assert manifest["state"] == "stopped"
+        found = newest_checkpoint(run_dir / "checkpoints")
+        assert found is not None and found[1]["next_step"] == manifest["num_steps"]
+        process = child(run_dir)
+        wait_for_step(run_dir, manifest["num_steps"] + 12)
+        process.kill()
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    reached = len(losses(run_dir))
+    uninterrupted = start(micro_experiment, "uninterrupted", *LONG)
+    original = loop_module.DraftTrainer.end
+
+    def end_early(self: Any, step: int, *rest: Any) -> Any:
+        if step >= reached:
+            raise TrainingError("far enough")
+        return original(self, step, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_module.DraftTrainer, "end", end_early)
+        with pytest.raises(TrainingError, match="far enough"):
+            root.train_run(root.load_experiment(uninterrupted / "config.yaml"), uninterrupted)
+    assert losses(run_dir) == losses(uninterrupted)
+
+
+@pytest.mark.slow
+def test_two_cells_train_what_one_cell_trains(micro_experiment: Path) -> None:
+    one = train(micro_experiment, "one")
+    two = start(micro_experiment, "two", "topology.cells=2")
+    done = subprocess.run(root.train_command(two), capture_output=True, text=True, timeout=110, env=dict(os.environ), check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sys.executable in root.train_command(two)[0]
+    # Only the order of summation differs.
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    batches = rows(two, "batches")
+    assert sorted(b["seq_no"] for b in batches) == [b["seq_no"] for b in rows(one, "batches")]
+    assert {b["cell"] for b in batches} == {0, 1}
