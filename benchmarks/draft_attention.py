@@ -1,10 +1,10 @@
-"""Attention of the draft: scores over context and block apart, against one masked call over context and all blocks.
+"""Attention of the draft: anchors in groups of neighbours, against one masked call over context and all blocks.
 
     python benchmarks/draft_attention.py
 
-Prints, for several row lengths, the time of a forward and backward pass of one draft layer both ways, and their ratio,
-measured in turns in one process. The dense form is what a mask over [context | all blocks] costs: Q x (S + Q) scores
-instead of Q x (S + B). Both are checked to give the same numbers before they are timed.
+Prints, for several row lengths and group sizes, the time of a forward and backward pass of one attention layer over that
+of the dense form, measured in turns in one process. The dense form is one mask over [context | all blocks]: Q x (S + Q)
+scores. Both are checked to give the same numbers before they are timed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_core.model.draft import DraftAttention, DraftLayer, KeyValue, rotary_angles, rotate
+from dflash_core.model import draft as draft_module
+from dflash_core.model.draft import DraftAttention, DraftLayer, KeyValue, anchor_groups, rotary_angles, rotate
 from dflash_core.model.spec import DraftSpec
 
 SPEC = DraftSpec(
@@ -26,6 +28,7 @@ SPEC = DraftSpec(
     block_size=8, mask_token_id=261, target_layer_ids=(1,),
 )  # fmt: skip
 ANCHORS, REPEATS = 64, 7
+GROUP_SIZES = (4, 8, 16, 32, 64)
 
 
 def dense(attention: DraftAttention, x: Tensor, context: KeyValue, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -52,12 +55,11 @@ def seconds(run: Callable[[], Tensor]) -> float:
 
 def main() -> None:
     torch.manual_seed(0)
-    layer = DraftLayer(SPEC)
-    attention = layer.self_attn
+    attention = DraftLayer(SPEC).self_attn
     print(
         f"{ANCHORS} anchors x {SPEC.block_size} slots, {torch.get_num_threads()} threads, forward + backward, median of {REPEATS}"
     )
-    print(f"{'context':>8} {'apart ms':>10} {'dense ms':>10} {'dense/apart':>12}")
+    print(f"{'context':>8} {'dense ms':>10}" + "".join(f"{f'by {size}':>9}" for size in GROUP_SIZES) + "   (dense / grouped)")
     for length in (256, 512, 1024, 2048):
         anchors = torch.randint(1, length, (1, ANCHORS)).sort().values
         cos, sin = rotary_angles(anchors.unsqueeze(-1) + torch.arange(SPEC.block_size), SPEC.head_dim, SPEC.rope_theta)
@@ -66,17 +68,21 @@ def main() -> None:
         angles = rotary_angles(torch.arange(length).unsqueeze(0), SPEC.head_dim, SPEC.rope_theta)
         hidden = torch.arange(length) >= anchors.unsqueeze(-1)
 
-        def apart() -> Tensor:
-            out: Tensor = attention(x, attention.key_value(states, *angles), hidden, cos, sin)  # noqa: B023
+        def grouped(size: int) -> Tensor:
+            draft_module.ANCHORS_PER_GROUP["cpu"] = size
+            groups = anchor_groups(anchors, SPEC.block_size, length)  # noqa: B023
+            out: Tensor = attention(x, attention.key_value(states, *angles), groups, cos, sin)  # noqa: B023
             return out
 
         def whole() -> Tensor:
             return dense(attention, x, attention.key_value(states, *angles), hidden, cos, sin)  # noqa: B023
 
-        torch.testing.assert_close(apart(), whole(), rtol=1e-4, atol=1e-5)
-        times = [(seconds(apart), seconds(whole)) for _ in range(REPEATS)]
-        fast, slow = (statistics.median(column) for column in zip(*times, strict=True))
-        print(f"{length:8d} {fast * 1e3:10.1f} {slow * 1e3:10.1f} {slow / fast:12.2f}")
+        runs = [whole, *(partial(grouped, size) for size in GROUP_SIZES)]
+        for run in runs[1:]:
+            torch.testing.assert_close(run(), whole(), rtol=1e-4, atol=1e-5)
+        times = [[seconds(run) for run in runs] for _ in range(REPEATS)]
+        slow, *fast = (statistics.median(column) for column in zip(*times, strict=True))
+        print(f"{length:8d} {slow * 1e3:10.1f}" + "".join(f"{slow / t:9.2f}" for t in fast))
 
 
 if __name__ == "__main__":

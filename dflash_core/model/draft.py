@@ -2,8 +2,9 @@
 
 Queries come from the block states alone; keys and values come from the context (the target's tapped states, projected
 once) and from the block, through the same projections. A query of anchor `a` sees context positions strictly before
-`a` and every slot of its own block, nothing else. Attention scores over the context and over the block are computed
-apart and share one softmax, so the cost is Q x (S + K) for Q block positions and not Q x (S + Q).
+`a` and every slot of its own block, nothing else. Sorted anchors are taken in groups of neighbours, each with the context
+up to its last anchor and the group's own blocks: a fused attention kernel does the rest, and the cost is about
+Q x S / 2 for Q block positions and not Q x (S + Q) (measured in benchmarks/draft_attention.py).
 
 Shapes: R rows, S context positions, A anchors, K slots of a block, D hidden, T taps, N query heads, M key-value heads,
 G = N / M, E head dimension. The embedding and the head are the target's and are not part of this module.
@@ -18,6 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dflash_core.model.spec import DraftSpec
+
+# Neighbouring anchors that share one attention call. On a CPU small groups are fastest (benchmarks/draft_attention.py); on a
+# GPU every call costs a launch.
+ANCHORS_PER_GROUP = {"cpu": 8, "cuda": 128}
 
 
 class RMSNorm(nn.Module):
@@ -53,6 +58,38 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
+class AnchorGroup(NamedTuple):
+    """Anchors `first` to `last` of every row, the context they can reach, and what each of their slots sees.
+
+    `seen` is [R, 1, Q, length + Q] for the group's Q queries: context strictly before the anchor, and the own block.
+    """
+
+    first: int
+    last: int
+    length: int
+    seen: Tensor
+
+
+def anchor_groups(anchors_RA: Tensor, num_slots: int, context_length: int) -> list[AnchorGroup]:
+    """Cut the anchors into groups of neighbours. Shared by all layers of a forward pass.
+
+    Anchors are sorted, so a group needs the context only up to its last anchor; reading that bound on a GPU would wait
+    for the device, so there the whole context is taken.
+    """
+    groups = []
+    size = ANCHORS_PER_GROUP.get(anchors_RA.device.type, 128)
+    slots = torch.arange(size, device=anchors_RA.device).repeat_interleave(num_slots)
+    for first in range(0, anchors_RA.shape[1], size):
+        group = anchors_RA[:, first : first + size]
+        length = context_length if group.is_cuda else min(context_length, int(group.max()))
+        # Strictly before the anchor: seeing position a itself would leak the next token.
+        before = torch.arange(length, device=group.device) < group.repeat_interleave(num_slots, dim=1).unsqueeze(-1)
+        own = slots[: group.shape[1] * num_slots]
+        same = (own.unsqueeze(1) == own.unsqueeze(0)).expand(len(group), -1, -1)
+        groups.append(AnchorGroup(first, first + group.shape[1], length, torch.cat([before, same], dim=-1).unsqueeze(1)))
+    return groups
+
+
 class DraftAttention(nn.Module):
     def __init__(self, spec: DraftSpec) -> None:
         super().__init__()
@@ -71,31 +108,27 @@ class DraftAttention(nn.Module):
         key = rotate(self.k_norm(self.k_proj(x_RLD).view(heads)).transpose(1, 2), cos_RLE.unsqueeze(1), sin_RLE.unsqueeze(1))
         return KeyValue(key, self.v_proj(x_RLD).view(heads).transpose(1, 2))
 
-    def forward(self, x_RAKD: Tensor, context: KeyValue, hidden_RAS: Tensor, cos_RAKE: Tensor, sin_RAKE: Tensor) -> Tensor:
-        """Attention output [R, A, K, D]; `hidden_RAS` is True where a context position is not to be seen."""
+    def forward(self, x_RAKD: Tensor, context: KeyValue, groups: list[AnchorGroup], cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention output [R, A, K, D], one group of anchors at a time."""
         rows, anchors, slots, _ = x_RAKD.shape
-        m, g, e = self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
-        flat = (rows, anchors * slots)
-        cos, sin = cos_RAKE.view(*flat, e), sin_RAKE.view(*flat, e)
+        e, flat = self.head_dim, (rows, anchors * slots)
+        cos, sin = cos.view(*flat, e), sin.view(*flat, e)
         x = x_RAKD.reshape(*flat, -1)
         query = self.q_norm(self.q_proj(x).view(*flat, self.num_heads, e)).transpose(1, 2)
-        query = rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)) * e**-0.5
+        query = rotate(query, cos.unsqueeze(1), sin.unsqueeze(1))
         block = self.key_value(x, cos, sin)
-
-        # Context: [R, M, G * A * K, E] x [R, M, E, S]; the block: one small product per anchor.
-        query = query.view(rows, m, g, anchors, slots, e)
-        over_context = query.reshape(rows, m, g * anchors * slots, e) @ context.key.transpose(-1, -2)
-        over_context = over_context.view(rows, m, g, anchors, slots, -1)
-        over_context = over_context.masked_fill(hidden_RAS[:, None, None, :, None, :], float("-inf"))
-        key = block.key.view(rows, m, 1, anchors, slots, e)
-        value = block.value.view(rows, m, 1, anchors, slots, e)
-        over_block = query @ key.transpose(-1, -2)
-        # One softmax over both; a block always sees itself, so no row is masked as a whole.
-        weights = torch.cat([over_context, over_block], dim=-1).float().softmax(dim=-1).to(value.dtype)
-        length = context.key.shape[2]
-        from_context = weights[..., :length].reshape(rows, m, g * anchors * slots, length) @ context.value
-        mixed = from_context.view(rows, m, g, anchors, slots, e) + weights[..., length:] @ value
-        out: Tensor = self.o_proj(mixed.permute(0, 3, 4, 1, 2, 5).reshape(rows, anchors, slots, self.num_heads * e))
+        mixed = []
+        for group in groups:
+            own = slice(group.first * slots, group.last * slots)
+            key = torch.cat([context.key[:, :, : group.length], block.key[:, :, own]], dim=2)
+            value = torch.cat([context.value[:, :, : group.length], block.value[:, :, own]], dim=2)
+            mixed.append(
+                functional.scaled_dot_product_attention(
+                    query[:, :, own], key, value, attn_mask=group.seen, enable_gqa=self.num_kv_heads != self.num_heads
+                )
+            )
+        joined = torch.cat(mixed, dim=2).transpose(1, 2).reshape(rows, anchors, slots, self.num_heads * e)
+        out: Tensor = self.o_proj(joined)
         return out
 
 
@@ -121,8 +154,8 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = DraftMLP(spec)
 
-    def forward(self, x_RAKD: Tensor, context: KeyValue, hidden_RAS: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_RAKD = x_RAKD + self.self_attn(self.input_layernorm(x_RAKD), context, hidden_RAS, cos, sin)
+    def forward(self, x_RAKD: Tensor, context: KeyValue, groups: list[AnchorGroup], cos: Tensor, sin: Tensor) -> Tensor:
+        x_RAKD = x_RAKD + self.self_attn(self.input_layernorm(x_RAKD), context, groups, cos, sin)
         out: Tensor = x_RAKD + self.mlp(self.post_attention_layernorm(x_RAKD))
         return out
 
@@ -141,11 +174,18 @@ class DFlashDraft(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> DFlashDraft:
-        """Draw all matrices from N(0, 0.02) with a generator of our own; norms start at 1."""
+        """Draw all matrices from N(0, 1 / fan_in) with a generator of our own; norms start at 1.
+
+        Projections back into the residual stream are smaller by sqrt(2 * layers), so that its size does not grow with
+        depth. At the width of an 8B target this is about the usual 0.02; a fixed 0.02 starves narrow drafts.
+        """
         generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
+        for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
+                scale = parameter.shape[1] ** -0.5
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    scale /= (2 * self.spec.num_layers) ** 0.5
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, scale, generator=generator))
         return self
 
     def context(self, features_RSF: Tensor, first_position: int = 0) -> list[KeyValue]:
@@ -159,10 +199,9 @@ class DFlashDraft(nn.Module):
         """Final states [R, A, K, D] of embedded blocks whose slot 0 stands at `anchors_RA`."""
         slots = torch.arange(x_RAKD.shape[2], device=x_RAKD.device)
         cos, sin = rotary_angles(anchors_RA.unsqueeze(-1) + slots, self.spec.head_dim, self.spec.rope_theta)
-        places = torch.arange(context[0].key.shape[2], device=x_RAKD.device)
-        hidden_RAS = places >= anchors_RA.unsqueeze(-1)  # strictly before the anchor: position a itself would leak
+        groups = anchor_groups(anchors_RA, x_RAKD.shape[2], context[0].key.shape[2])
         for layer, key_value in zip(self.layers, context, strict=True):
-            x_RAKD = layer(x_RAKD, key_value, hidden_RAS, cos, sin)
+            x_RAKD = layer(x_RAKD, key_value, groups, cos, sin)
         out: Tensor = self.norm(x_RAKD)
         return out
 
