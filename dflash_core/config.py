@@ -78,7 +78,7 @@ class DraftConfig(Config):
 
 
 class TrainConfig(Config):
-    """Optimisation of the draft (FIELD section 1, 'Recipe that public runs use')."""
+    """Optimisation of the draft (docs/field.md 1)."""
 
     seed: NonNegativeInt = Field(0, description="Seed of plan, anchors and initial weights")
     num_epochs: PositiveInt = Field(6, description="Passes over the dataset")
@@ -100,7 +100,7 @@ class TrainConfig(Config):
 
 
 class TopologyConfig(Config):
-    """Which devices make up a cell (DESIGN section 2)."""
+    """Which devices make up a cell (docs/design.md 2)."""
 
     cells: PositiveInt = Field(1, description="Processes; each is one drafter with its targets")
     targets_per_cell: PositiveInt = Field(1, description="Target loops of a cell")
@@ -162,7 +162,7 @@ class RunVariant(Config):
 def check_draft_fits(draft: DraftConfig, num_target_layers: int) -> tuple[int, ...]:
     """Return the tapped layer ids for a target of `num_target_layers` layers.
 
-    The default spacing is L points evenly spread from 1 to N - 3, rounded, and N // 2 for one tap (FIELD section 1).
+    The default spacing is L points evenly spread from 1 to N - 3, rounded, and N // 2 for one tap (docs/field.md 1).
 
     Raises:
         ValueError: an id is not a layer, ids are not ascending, or there are fewer layers than taps.

@@ -87,7 +87,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def provenance(devices: list[str], fingerprints: dict[str, str]) -> dict[str, Any]:
-    """What a run's `provenance.json` holds (DESIGN section 4)."""
+    """What a run's `provenance.json` holds (docs/design.md 4)."""
     return {
         "git": git_state(Path(__file__).parent),
         "python": sys.version.split()[0],

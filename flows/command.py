@@ -39,7 +39,7 @@ class Terminated(BaseException):
 
 
 def main(stage: str, argv: Sequence[str] | None = None) -> int:
-    """Run the flow `stage` of the module `flows.<stage>` and return the exit code (DESIGN section 5).
+    """Run the flow `stage` of the module `flows.<stage>` and return the exit code (docs/design.md 5).
 
     A signal that did not end in a saved training gives 128 + its number; a defect gives 1 and a traceback.
     """

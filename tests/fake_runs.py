@@ -1,4 +1,4 @@
-"""Run folders as a training would leave them (DESIGN section 4), made in milliseconds, with causes planted on purpose.
+"""Run folders as a training would leave them (docs/design.md 4), made in milliseconds, with causes planted on purpose.
 
 Loss and gradient norm depend on the share of the longest bucket in a step, so an order that clusters buckets makes both
 scatter. Everything follows from the seed.

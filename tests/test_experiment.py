@@ -142,3 +142,15 @@ def test_evaluation_and_export_of_a_trained_run(micro_experiment: Path) -> None:
     assert manifest["acceptance_length"] == result["acceptance_length"] and manifest["export"] == "export"
     report = root.analyze(config, [run_dir])
     assert Path(report["report_html"]).is_file() and report["table"][0]["steps"] == 10
+
+
+def test_the_demo_corpus_shows_what_the_demo_is_for(home: Path, in_repository: Path) -> None:
+    """Six buckets, the longest with about half of the batches; diverse reaches the bound and shuffle does not."""
+    config = root.load_experiment("flows/experiments/demo.yaml")
+    root.prepare(config)
+    result = root.plan(config)
+    assert len(result["edges"]) == 6
+    assert 40 <= result["bucket_pct"][-1] <= 60
+    diverse, shuffle = result["orders"]["diverse"], result["orders"]["shuffle"]
+    assert diverse["longest_run"] == diverse["shortest_possible_longest_run"]
+    assert shuffle["longest_run"] >= shuffle["shortest_possible_longest_run"] + 3

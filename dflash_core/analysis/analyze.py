@@ -59,7 +59,7 @@ def analyze_runs(
     Parquet in their folders.
 
     Args:
-        run_dirs: run folders (DESIGN section 4), at least one.
+        run_dirs: run folders (docs/design.md 4), at least one.
         out_dir: folder of the report; files of an earlier report in it are replaced.
         dataset_dir: dataset folder for the length histogram; default: the one that the first run names. Without the
             histogram's files the report says so and lacks the plot.

@@ -22,7 +22,7 @@ COMPARABLE_KEYS = ("bucketing.batches_per_step", "bucketing.token_budget")
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder (DESIGN section 4), with the last attempt of each step only.
+    """A run folder (docs/design.md 4), with the last attempt of each step only.
 
     `steps` is sorted by step and `batches` by sequence number: the order in which they were trained.
     """

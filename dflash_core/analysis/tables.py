@@ -28,7 +28,7 @@ def _schema(**fields: pa.DataType) -> pa.Schema:
     return pa.schema(list(fields.items()))
 
 
-# The streams of a run's metrics (DESIGN section 4). A field that is not named here keeps the type that its values show.
+# The streams of a run's metrics (docs/design.md 4). A field that is not named here keeps the type that its values show.
 STREAMS: dict[str, pa.Schema] = {
     "steps": _schema(
         run_id=_text, attempt=_int, step=_int, epoch=_int, time=_time, loss=_float, grad_norm=_float, clipped=_flag, lr=_float,

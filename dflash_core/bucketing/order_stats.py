@@ -2,7 +2,7 @@
 
 They take plain arrays, so they serve for a plan and for the batches that a run has really consumed. How to read them:
 `longest_run` above `shortest_possible_longest_run` + 1, `runs_z` below -3 or `lag1_correlation` above 0.1 mean that
-buckets cluster; a large positive z only says that the order was made and not drawn (FIELD section 2).
+buckets cluster; a large positive z only says that the order was made and not drawn (docs/field.md 2).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def run_lengths(bucket: ArrayLike) -> tuple[IntArray, IntArray]:
 
 
 def _runs_z(counts: IntArray, num_runs: int) -> float | None:
-    """(runs - mean) / sd, under random order of the given counts (FIELD section 2)."""
+    """(runs - mean) / sd, under random order of the given counts (docs/field.md 2)."""
     sizes = [int(n) for n in counts if n]  # Python integers: the cubes below leave 64 bits at a few million batches
     total = sum(sizes)
     if len(sizes) < 2:

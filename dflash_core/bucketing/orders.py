@@ -18,7 +18,7 @@ from dflash_core.bucketing.lengths import FloatArray, IntArray
 
 
 def shortest_possible_longest_run(counts: ArrayLike) -> int:
-    """R*: the longest bucket run that no order of these batch counts can avoid; 0 without batches (FIELD section 2)."""
+    """R*: the longest bucket run that no order of these batch counts can avoid; 0 without batches (docs/field.md 2)."""
     batches = np.asarray(counts, dtype=np.int64)
     total = int(batches.sum())
     if total == 0:
@@ -83,7 +83,7 @@ def pressing_bucket(left: Sequence[int], num_left: int, cap: int) -> int:
     """The bucket that must come now if runs of more than `cap` are to be avoided, or -1.
 
     With c_i of C batches left, an order with runs of at most R exists iff c_i <= R (C - c_i) + R for every i, where the
-    bucket of the current run takes off the run's length on the right (FIELD section 2). If that holds now, a move to
+    bucket of the current run takes off the run's length on the right (docs/field.md 2). If that holds now, a move to
     another bucket than i breaks it only where (R + 1) c_i > R C, which is true of one bucket at most, the largest; and
     nothing else breaks it but a move to the bucket whose run is full.
     """

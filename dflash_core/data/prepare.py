@@ -1,4 +1,4 @@
-"""Conversations in, dataset folder out: read, render, tokenize, shard, count (DESIGN section 4).
+"""Conversations in, dataset folder out: read, render, tokenize, shard, count (docs/design.md 4).
 
 Rows stream through in chunks, in the order of files and rows; that order is the dataset's. The folder appears whole or
 not at all. A folder that was made from the same files with the same settings and tokenizer is kept as it is.
@@ -188,7 +188,7 @@ class _Job:
 
 
 def has_supervised_pair(loss_mask: NDArray[np.bool_]) -> bool:
-    """Whether a bool mask [S] has a position that can be an anchor: it and the next one are supervised (FIELD section 1)."""
+    """Whether a bool mask [S] has a position that can be an anchor: it and the next one are supervised (docs/field.md 1)."""
     return bool((loss_mask[:-1] & loss_mask[1:]).any())
 
 

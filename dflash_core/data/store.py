@@ -1,4 +1,4 @@
-"""The dataset folder: what its files are called and hold, and the writers that fill it piece by piece (DESIGN section 4).
+"""The dataset folder: what its files are called and hold, and the writers that fill it piece by piece (docs/design.md 4).
 
 A shard is one Arrow IPC file with one record batch, uncompressed, so that it can be memory-mapped. Everything here
 streams: at most one shard's tokens, one page of rejects and the fine histogram are in memory.

@@ -84,7 +84,7 @@ def mask_token_id(tokenizer: PreTrainedTokenizerFast, configured: int | None, vo
     """The id whose embedding stands for a masked slot: the configured one, else the tokenizer's mask token.
 
     It must be an existing row of the target's embedding that means nothing else; the padding and the end token do
-    (FIELD section 1, 'A block').
+    (docs/field.md 1, 'A block').
 
     Args:
         configured: `target.mask_token_id` of the experiment.

@@ -1,6 +1,6 @@
 """Greedy decoding, plain and with a DFlash draft, of one prompt at a time.
 
-The draft-verify loop (FIELD section 1, 'Decode loop'): the draft sees the target's states of all positions before the
+The draft-verify loop (docs/field.md 1, 'Decode loop'): the draft sees the target's states of all positions before the
 anchor and proposes a block; the target runs over the anchor and the proposals in one forward pass; the longest matching
 prefix is kept, and the target's own token at the first mismatch is the next anchor. What comes out must equal plain
 greedy decoding token for token.

@@ -1,7 +1,7 @@
 """The sink interface and its plain implementations.
 
 A row is a flat mapping from field name to a JSON value (numbers, strings, booleans, None, and lists of them); a stream is
-a table of such rows (DESIGN section 4). Rows of the truth go through `JsonlSink`: unbuffered, one append per row, so that a
+a table of such rows (docs/design.md 4). Rows of the truth go through `JsonlSink`: unbuffered, one append per row, so that a
 process that is killed loses no row whose `log` call had returned. An open Parquet file would lose all of them, which is why
 Parquet is written only afterwards, by the analysis.
 

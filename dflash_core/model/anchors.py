@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Published decay of the slot weights by block size (FIELD section 1, 'Loss').
+# Published decay of the slot weights by block size (docs/field.md 1, 'Loss').
 GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
 
 

@@ -1,4 +1,4 @@
-"""The DFlash draft network, exactly as FIELD section 1 states it.
+"""The DFlash draft network (docs/field.md 1).
 
 Queries come from the block states alone; keys and values come from the context (the target's tapped states, projected
 once) and from the block, through the same projections. A query of anchor `a` sees context positions strictly before

@@ -1,6 +1,6 @@
 """The draft's loss: weighted cross-entropy of the labelled slots, as a sum with its weights, never as a mean.
 
-The caller divides once, by the weights of the whole optimizer step over all micro-batches and cells (FIELD section 1,
+The caller divides once, by the weights of the whole optimizer step over all micro-batches and cells (docs/field.md 1,
 'Loss'); a mean of means would favour batches with few slots, and with length buckets that bias follows the bucket.
 Only labelled slots reach the head, in pieces, so that the logits of a batch never exist at once.
 
@@ -69,7 +69,7 @@ def block_loss(final_RAKD: Tensor, head_VD: Tensor, labels_RAK: Tensor, weights_
 
 
 def expected_acceptance_length(accuracy_by_position: list[float]) -> float:
-    """1 + sum_k prod_{j <= k} acc_j over slots 1 .. B - 1 (+1 included; FIELD section 1, 'Acceptance length').
+    """1 + sum_k prod_{j <= k} acc_j over slots 1 .. B - 1 (+1 included; docs/field.md 1, 'Acceptance length').
 
     `accuracy_by_position` starts with slot 1. It treats the slots' hits as independent, so it is an estimate; the
     measured figure comes from the draft-verify loop.

@@ -69,7 +69,7 @@ def reference_loss(
     """Weighted cross-entropy of one block and the sum of its weights.
 
     Slot k predicts the token at anchor + k with weight exp(-(k - 1) / gamma), as long as every token from the anchor to
-    there is supervised (FIELD section 1, 'Anchors' and 'Loss').
+    there is supervised (docs/field.md 1, 'Anchors' and 'Loss').
     """
     total, weights = torch.zeros(()), 0.0
     for k in range(1, final_KD.shape[0]):

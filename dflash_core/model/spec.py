@@ -1,4 +1,4 @@
-"""The shape of a draft, and its `config.json` in the z-lab / Hugging Face format (FIELD section 1, 'Export').
+"""The shape of a draft, and its `config.json` in the z-lab / Hugging Face format (docs/field.md 1, 'Export').
 
 vLLM, SGLang and the reference code read these keys. The tapped layer ids are always written and never recomputed.
 """

@@ -92,7 +92,7 @@ class BatchPrefetcher:
             self._supervisor.start(f"loader {worker}", load_batches, self, worker)
 
     def get_batch_stats(self) -> dict[str, Any]:
-        """One consistent snapshot of everything dispatched so far (keys in DESIGN section 2)."""
+        """One consistent snapshot of everything dispatched so far (keys in docs/design.md 2)."""
         return self._stats.snapshot()
 
     def depths(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The folder of one run: where its files are, and its manifest (DESIGN section 4). Imports no torch."""
+"""The folder of one run: where its files are, and its manifest (docs/design.md 4). Imports no torch."""
 
 from __future__ import annotations
 

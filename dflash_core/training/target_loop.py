@@ -26,7 +26,7 @@ class Ready:
 def check_features(features_RSF: Tensor, width: int) -> None:
     """Refuse states that no training can use: wrong width, not finite, or all zero.
 
-    All-zero captured states have been seen in serving engines; they train without any error (FIELD section 3).
+    All-zero captured states have been seen in serving engines; they train without any error (docs/field.md 3).
     """
     if features_RSF.shape[-1] != width:
         raise ValueError(f"captured states are {features_RSF.shape[-1]} wide, expected {width}")
