@@ -329,8 +329,12 @@ def create_run(config: ExperimentConfig, run_name: str, run_dir: Path | None = N
 
 
 def run_state(run_dir: Path) -> str:
-    """`created`, `running`, `completed`, `stopped` or `failed`."""
-    return str(RunFolder(Path(run_dir)).read_manifest()["state"])
+    """`created`, `running`, `completed`, `stopped` or `failed`; a run whose process was killed has failed."""
+    run = RunFolder(Path(run_dir))
+    state = str(run.read_manifest()["state"])
+    if state == "running" and not run.is_owned():
+        state = str(run.update_manifest(state="failed", error="the training process was killed")["state"])
+    return state
 
 
 def train_command(run_dir: Path) -> list[str]:

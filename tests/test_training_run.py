@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dflash_core import experiment as root
-from dflash_core.errors import CheckpointError, StageError, TrainingError
+from dflash_core.errors import CheckpointError, StageError, StoppedBySignal, TrainingError, UserError
 from dflash_core.training import cell as cell_module
 from dflash_core.training import loop as loop_module
 from dflash_core.training.checkpoint import check_checkpoint, newest_checkpoint
@@ -162,6 +162,37 @@ def test_resuming_with_another_config_is_refused_with_the_difference(micro_exper
         root.train_run(config, reference)
 
 
+def test_a_run_is_trained_by_one_process_at_a_time(micro_experiment: Path) -> None:
+    run_dir = start(micro_experiment, "owned")
+    with RunFolder(run_dir).owned(), pytest.raises(UserError, match="another process is training this run"):
+        root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
+    assert root.run_state(run_dir) == "created"
+
+
+def test_a_stop_in_the_middle_of_a_step_leaves_the_step_for_the_resume(
+    micro_experiment: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long step need not be finished: what it had added up is dropped."""
+    run_dir = start(micro_experiment, "halfway")
+    config = root.load_experiment(run_dir / "config.yaml")
+    real = loop_module.DraftTrainer.add
+    added: list[int] = []
+
+    def add_then_signal(self: Any, totals: Any, ready: Any) -> None:
+        real(self, totals, ready)
+        added.append(ready.loaded.planned.step)
+        if added.count(5) == 1 and added[-1] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop_module.DraftTrainer, "add", add_then_signal)
+    with pytest.raises(StoppedBySignal, match="stopped by SIGTERM after step 5 of 10"):
+        root.train_run(config, run_dir)
+    assert added.count(5) == 1 and root.run_state(run_dir) == "stopped"
+    monkeypatch.setattr(loop_module.DraftTrainer, "add", real)
+    root.train_run(config, run_dir)
+    assert_same_run(reference, run_dir)
+
+
 @pytest.mark.parametrize("stage", ["loader", "target", "drafter"])
 def test_the_error_names_stage_and_batch(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     run_dir = start(micro_experiment, f"fail-{stage}")
@@ -244,8 +275,10 @@ def test_sigterm_saves_and_exits_4_and_kill_9_loses_nothing_that_a_resume_needs(
         assert found is not None and found[1]["next_step"] == manifest["num_steps"]
         process = child(run_dir)
         wait_for_step(run_dir, manifest["num_steps"] + 12)
+        assert root.run_state(run_dir) == "running"
         process.kill()
         process.communicate(timeout=30)
+        assert root.run_state(run_dir) == "failed"
     finally:
         process.kill()
     reached = len(losses(run_dir))

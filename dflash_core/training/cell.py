@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,10 @@ from dflash_core.training.collate import Collator
 from dflash_core.training.devices import CellDevices, cell_devices
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.job import TrainingJob
-from dflash_core.training.loop import DraftTrainer, batch_rows, take_batches
+from dflash_core.training.loop import DraftTrainer, StepTotals, batch_rows, take_batches
 from dflash_core.training.monitor import Monitor
 from dflash_core.training.run_folder import now
-from dflash_core.training.schedule import RunPlan
+from dflash_core.training.schedule import RunPlan, StepOutline
 from dflash_core.training.target_loop import Ready, run_target
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def run_cell(job: TrainingJob) -> dict[str, Any]:
     devices = cell_devices(job.topology, local_cell)
     group = CellGroup.from_environment("nccl" if devices.is_cuda else "gloo", job.prefetch.stall_timeout_s)
     try:
-        with StopRequest().listening() as stop:
+        with StopRequest().listening() as stop, job.run.owned() if group.is_first else nullcontext():
             return _run(job, group, devices, stop)
     finally:
         group.close()
@@ -249,48 +249,31 @@ def _checkpoint(cell: Cell, next_step: int) -> None:
 
 def _train(cell: Cell, stop: StopRequest) -> int:
     """The train loop; returns the number of the first step not trained."""
-    job, trainer = cell.job, cell.trainer
-    if cell.first_step:
-        cell.event("resume", cell.first_step)
-    next_step = cell.first_step
-    last_saved = cell.first_step if cell.first_step else -1
-    for outline in cell.plan.outlines(cell.group.rank, cell.first_step):
-        started = time.monotonic()
-        data_wait = cell.monitor.mean_target_idle_s()
+    job, trainer, first_step = cell.job, cell.trainer, cell.first_step
+    if first_step:
+        cell.event("resume", first_step)
+    next_step, last_saved = first_step, first_step or None
+
+    def abandon() -> bool:
+        """A cell on its own need not finish a long step; several have to agree, which they do at the end of a step."""
+        return cell.group.size == 1 and stop.signal_name is not None
+
+    for outline in cell.plan.outlines(cell.group.rank, first_step):
+        started, idle = time.monotonic(), cell.monitor.mean_target_idle_s()
         totals = trainer.begin()
-        take_batches(trainer, outline.num_batches, cell.ready, cell.prefetcher.budget, totals)
-        row = trainer.end(outline.step, totals, stop.signal_name is not None)
-        cell.supervisor.check()
-        stop_agreed = row.pop("stop")
-        rows = batch_rows(totals)
-        for batch_row in rows:
-            cell.sink.log("batches", batch_row)
-        if cell.group.is_first:
-            cell.sink.log(
-                "steps",
-                {
-                    "step": outline.step,
-                    "epoch": outline.epoch,
-                    **row,
-                    "mean_seq_len": row["num_tokens"] / max(1, row["num_sequences"]),
-                    "max_seq_len": outline.max_seq_len,
-                    "data_wait_s": cell.monitor.mean_target_idle_s() - data_wait,
-                    "target_wait_s": totals.target_wait_s,
-                    "step_s": time.monotonic() - started,
-                    "prefetch_depths": cell.prefetcher.depths(),
-                    "ready_depth": cell.ready.depth(),
-                },
-            )
-        if row["skipped"]:
-            seq_nos = [batch_row["seq_no"] for batch_row in rows]
-            cell.event("skip", outline.step, batches=seq_nos, grad_norm=row["grad_norm"], loss=row["loss"])
-            trainer.refuse_endless_skipping(seq_nos)
-        cell.monitor.step_done(outline.step)
-        next_step = outline.step + 1
-        if next_step % job.train.checkpoint_every == 0 and next_step != last_saved:
-            _checkpoint(cell, next_step)
-            last_saved = next_step
-        if stop_agreed:
+        if not take_batches(trainer, outline.num_batches, cell.ready, cell.prefetcher.budget, totals, abandon):
+            stopping = True  # what the step had added up is dropped; a resume trains it from its first batch
+        else:
+            row = trainer.end(outline.step, totals, stop.signal_name is not None)
+            cell.supervisor.check()
+            stopping = row.pop("stop")
+            waits = {"data_wait_s": cell.monitor.mean_target_idle_s() - idle, "target_wait_s": totals.target_wait_s}
+            _log_step(cell, outline, totals, {**row, **waits, "step_s": time.monotonic() - started})
+            next_step = outline.step + 1
+            if next_step % job.train.checkpoint_every == 0:
+                _checkpoint(cell, next_step)
+                last_saved = next_step
+        if stopping:
             cell.event("signal", next_step, name=stop.signal_name)
             break
     if next_step != last_saved:
@@ -299,3 +282,26 @@ def _train(cell: Cell, stop: StopRequest) -> int:
         cell.writer.finish()
     cell.monitor.finish()
     return next_step
+
+
+def _log_step(cell: Cell, outline: StepOutline, totals: StepTotals, row: dict[str, Any]) -> None:
+    """Log a finished step and its batches; raises TrainingError after too many non-finite steps in a row."""
+    rows = batch_rows(totals)
+    for batch_row in rows:
+        cell.sink.log("batches", batch_row)
+    if cell.group.is_first:
+        step = {
+            "step": outline.step,
+            "epoch": outline.epoch,
+            **row,
+            "mean_seq_len": row["num_tokens"] / max(1, row["num_sequences"]),
+            "max_seq_len": outline.max_seq_len,
+            "prefetch_depths": cell.prefetcher.depths(),
+            "ready_depth": cell.ready.depth(),
+        }
+        cell.sink.log("steps", step)
+    if row["skipped"]:
+        seq_nos = [batch_row["seq_no"] for batch_row in rows]
+        cell.event("skip", outline.step, batches=seq_nos, grad_norm=row["grad_norm"], loss=row["loss"])
+        cell.trainer.refuse_endless_skipping(seq_nos)
+    cell.monitor.step_done(outline.step)

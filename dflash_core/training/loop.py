@@ -184,13 +184,26 @@ class DraftTrainer:
             )
 
 
-def take_batches(trainer: DraftTrainer, count: int, ready: ReorderBuffer[Ready], budget: ByteBudget, totals: StepTotals) -> None:
-    """Train on the next `count` batches and give their bytes back."""
+def take_batches(
+    trainer: DraftTrainer,
+    count: int,
+    ready: ReorderBuffer[Ready],
+    budget: ByteBudget,
+    totals: StepTotals,
+    abandon: Callable[[], bool],
+) -> bool:
+    """Train on the next `count` batches and give their bytes back.
+
+    `abandon` is asked before each batch; when it says yes the step is left unfinished and the result is False.
+    """
     for _ in range(count):
+        if abandon():
+            return False
         item, waited = ready.get()
         totals.target_wait_s += waited
         trainer.add(totals, item)
         budget.release(item.loaded.num_bytes)
+    return True
 
 
 def batch_rows(totals: StepTotals) -> list[dict[str, Any]]:

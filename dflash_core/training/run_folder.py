@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dflash_core.errors import DataError
+from dflash_core.errors import DataError, UserError
 from dflash_core.provenance import read_json, write_json
 
 SCHEMA_VERSION = 1
@@ -57,6 +60,27 @@ class RunFolder:
             return dict(read_json(self.path / "manifest.json"))
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path / 'manifest.json'}: not a readable run manifest ({error})") from None
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Hold the run while inside, so that two processes never train it at once; raises UserError if one already does.
+
+        The lock ends with the process, however it ends.
+        """
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{self.path}: another process is training this run") from None
+            yield
+
+    def is_owned(self) -> bool:
+        """Whether some process is training the run now."""
+        try:
+            with self.owned():
+                return False
+        except UserError:
+            return True
 
     def update_manifest(self, **fields: Any) -> dict[str, Any]:
         """Change some fields and keep the others; the file is replaced as a whole."""
