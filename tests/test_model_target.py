@@ -9,7 +9,7 @@ import torch
 
 from dflash_core.errors import ConfigError
 from dflash_core.model.gguf import resolve_target_folder
-from dflash_core.model.target import FrozenTarget, read_target_shape
+from dflash_core.model.target import ForwardAbandoned, FrozenTarget, read_target_shape
 from dflash_core.training.target_loop import check_features
 
 
@@ -37,6 +37,19 @@ def test_nothing_runs_after_the_last_tap(target: FrozenTarget) -> None:
         for handle in handles:
             handle.remove()
     assert ran == [0, 1, 2]
+
+
+def test_a_pass_can_be_given_up_between_layers(target: FrozenTarget) -> None:
+    asked: list[bool] = []
+
+    def should_stop() -> bool:
+        asked.append(len(asked) == 1)
+        return asked[-1]
+
+    with pytest.raises(ForwardAbandoned):
+        target.features(torch.zeros(1, 4, dtype=torch.long), should_stop)
+    assert asked == [False, True]
+    assert target.features(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 64)  # and the next one is whole again
 
 
 def test_padding_at_the_end_reaches_no_real_position(target: FrozenTarget) -> None:

@@ -181,13 +181,13 @@ def test_a_stop_in_the_middle_of_a_step_leaves_the_step_for_the_resume(
     def add_then_signal(self: Any, totals: Any, ready: Any) -> None:
         real(self, totals, ready)
         added.append(ready.loaded.planned.step)
-        if added.count(5) == 1 and added[-1] == 5:
+        if added.count(4) == 1 and added[-1] == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(loop_module.DraftTrainer, "add", add_then_signal)
-    with pytest.raises(StoppedBySignal, match="stopped by SIGTERM after step 5 of 10"):
+    with pytest.raises(StoppedBySignal, match="stopped by SIGTERM after step 4 of 10"):
         root.train_run(config, run_dir)
-    assert added.count(5) == 1 and root.run_state(run_dir) == "stopped"
+    assert added.count(4) == 1 and root.run_state(run_dir) == "stopped"
     monkeypatch.setattr(loop_module.DraftTrainer, "add", real)
     root.train_run(config, run_dir)
     assert_same_run(reference, run_dir)
@@ -219,7 +219,7 @@ def test_the_error_names_stage_and_batch(micro_experiment: Path, monkeypatch: py
 def test_all_zero_states_stop_the_run(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = start(micro_experiment, "zeros")
     real = cell_module.FrozenTarget.features
-    monkeypatch.setattr(cell_module.FrozenTarget, "features", lambda self, ids: real(self, ids) * 0)
+    monkeypatch.setattr(cell_module.FrozenTarget, "features", lambda self, *rest: real(self, *rest) * 0)
     with pytest.raises(StageError, match="all zero"):
         root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
 

@@ -11,7 +11,7 @@ Shapes: B batch, S sequence, T taps, H hidden size of the target, V vocabulary.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class _LastTapReached(Exception):
     """Ends a forward pass once everything that was asked for is recorded."""
+
+
+class ForwardAbandoned(Exception):
+    """The caller asked to give up a forward pass between two layers; on a CPU a whole one can take many seconds."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class FrozenTarget:
         layers: Any = self.model.get_decoder().layers
         for index in layer_ids:
             layers[index].register_forward_hook(self._make_hook(index))
+        for layer in layers[: layer_ids[-1] + 1]:
+            layer.register_forward_pre_hook(self._look_for_stop)
 
     @property
     def embedding_VH(self) -> Tensor:
@@ -134,6 +140,11 @@ class FrozenTarget:
 
         return hook
 
+    def _look_for_stop(self, *_: Any) -> None:
+        should_stop: Callable[[], bool] | None = getattr(self._records, "should_stop", None)
+        if should_stop is not None and should_stop():
+            raise ForwardAbandoned
+
     @contextmanager
     def _recording(self, *, stop_at_last_tap: bool) -> Iterator[dict[int, Tensor]]:
         self._records.states, self._records.stop_at_last_tap = {}, stop_at_last_tap
@@ -146,16 +157,21 @@ class FrozenTarget:
         return torch.cat([states[i] for i in self.layer_ids], dim=-1)
 
     @torch.inference_mode()
-    def features(self, input_ids_BS: Tensor) -> Tensor:
+    def features(self, input_ids_BS: Tensor, should_stop: Callable[[], bool] | None = None) -> Tensor:
         """Tapped states of right-padded rows, joined on the feature axis: [B, S, T * H].
+
+        `should_stop` is asked before every layer; when it says yes the pass ends with `ForwardAbandoned`.
 
         No attention mask is needed: the target is causal, so padding at the end reaches no real position.
         """
         with self._recording(stop_at_last_tap=True) as states:
+            self._records.should_stop = should_stop
             try:
                 self.model.get_decoder()(input_ids=input_ids_BS.to(self.device), use_cache=False)
             except _LastTapReached:
                 return self._joined(states)
+            finally:
+                self._records.should_stop = None
         raise RuntimeError("the target's forward pass ended without reaching its last tap")
 
     @torch.inference_mode()

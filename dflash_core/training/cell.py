@@ -217,7 +217,7 @@ def _build(job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor:
         write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
     prefetcher.start()
     for number, device in enumerate(devices.targets):
-        supervisor.start(f"target {number}", run_target, by_device[device], number, prefetcher.queues[number], ready)
+        supervisor.start(f"target {number}", run_target, by_device[device], number, prefetcher.queues[number], ready, supervisor)
     return Cell(job, group, supervisor, plan, trainer, prefetcher, ready, monitor, writer, sink, first_step)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dflash_core.errors import StageError
-from dflash_core.model.target import FrozenTarget
-from dflash_core.pipeline import Channel, Closed, Loaded, ReorderBuffer, Stopped
+from dflash_core.model.target import ForwardAbandoned, FrozenTarget
+from dflash_core.pipeline import Channel, Closed, Loaded, ReorderBuffer, Stopped, Supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,9 @@ def check_features(features_RSF: Tensor, width: int) -> None:
         raise ValueError("captured states are all zero")
 
 
-def run_target(target: FrozenTarget, number: int, queue: Channel[Loaded], ready: ReorderBuffer[Ready]) -> None:
+def run_target(
+    target: FrozenTarget, number: int, queue: Channel[Loaded], ready: ReorderBuffer[Ready], supervisor: Supervisor
+) -> None:
     """Body of a target thread; ends when its queue is closed and empty. The first batch's states are checked."""
     width = len(target.layer_ids) * target.shape.hidden_size
     checked = False
@@ -47,14 +49,14 @@ def run_target(target: FrozenTarget, number: int, queue: Channel[Loaded], ready:
             return
         started = time.monotonic()
         try:
-            features = target.features(loaded.payload.tokens_RS)
+            features = target.features(loaded.payload.tokens_RS, lambda: supervisor.stopping)
             if not checked:
                 check_features(features, width)
                 checked = True
             if target.device.type == "cuda":
                 torch.cuda.current_stream(target.device).synchronize()  # the drafter reads on another stream
-        except Stopped:
-            raise
+        except ForwardAbandoned:
+            raise Stopped from None
         except Exception as error:  # the batch's number is known only here
             raise StageError(f"target {number}", loaded.planned.seq_no, error) from error
         done = time.monotonic()
