@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dflash_core.errors import EXIT_STOPPED_BY_SIGNAL, EXIT_TRAINING_FAILED, EXIT_USER_ERROR, ConfigError, DFlashError
+from dflash_core.errors import EXIT_TRAINING_FAILED, EXIT_USER_ERROR, ConfigError, DFlashError
 
 app = typer.Typer(
     help="Trains DFlash drafters: prepare, plan, train, evaluate, export, analyze, doctor.",
@@ -162,7 +163,7 @@ def main() -> None:
     except DFlashError as error:
         _fail(error, str(error), error.exit_code, debug)
     except KeyboardInterrupt as error:
-        _fail(error, "interrupted", EXIT_STOPPED_BY_SIGNAL, debug)
+        _fail(error, "interrupted", 128 + signal.SIGINT, debug)
     except Exception as error:  # noqa: BLE001 - top of the program
         if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # a usage error of the command line itself
             _fail(error, error.format_message(), EXIT_USER_ERROR, debug)

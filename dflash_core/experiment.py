@@ -1,8 +1,8 @@
-"""The composition root: reads an experiment file and joins the components. Only this module sees the whole config.
+"""The composition root: joins the components, one function for each stage of an experiment.
 
-An experiment is one YAML file. Each stage is one function here, called by the command line and by the flows alike:
-`prepare`, `plan`, `create_run`, `train_run`, `evaluate_run`, `analyze`. Heavy imports (torch, pandas) are made inside
-the stages that need them, so that reading a file and `--help` stay fast.
+`prepare`, `plan`, `create_run`, `train_run`, `evaluate_run` and `analyze` are called by the command line and by the flows
+alike. Heavy imports (torch, pandas) are made inside the stages that need them, so that reading a file and `--help` stay
+fast.
 """
 
 from __future__ import annotations
@@ -10,28 +10,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
 
-from dflash_core.config import (
-    AnalyzeConfig,
-    BucketingConfig,
-    Config,
-    DataConfig,
-    DraftConfig,
-    EvaluateConfig,
-    MetricsConfig,
-    PrefetchConfig,
-    RunVariant,
-    TargetConfig,
-    TopologyConfig,
-    TrainConfig,
-)
-from dflash_core.errors import ConfigError, DataError
+from dflash_core.errors import DataError
+from dflash_core.experiment_file import ExperimentConfig, load_experiment
 from dflash_core.provenance import digest_json, write_atomically
 from dflash_core.training.run_folder import RunFolder, now
 
@@ -39,140 +24,25 @@ if TYPE_CHECKING:
     from dflash_core.model.spec import DraftSpec
     from dflash_core.training.job import TrainingJob
 
+__all__ = [
+    "ExperimentConfig",
+    "analyze",
+    "check",
+    "create_run",
+    "evaluate_run",
+    "export_run",
+    "load_experiment",
+    "plan",
+    "prepare",
+    "run_state",
+    "train_command",
+    "train_run",
+    "workspace",
+]
+
 # What a resumed run may change: none of it reaches the weights except through rounding. `num_epochs` and `max_steps`
 # move the end of the learning-rate schedule, which is the one intended use of changing them.
 SAFE_TO_CHANGE = {"checkpoint_every", "keep_last", "max_skipped_in_a_row", "num_epochs", "max_steps"}
-
-
-class ExperimentConfig(Config):
-    """One experiment file. See the classes of each section for the keys."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the experiment, used in run names")
-    description: str = Field("", description="What the experiment is for")
-    target: TargetConfig
-    data: DataConfig
-    bucketing: BucketingConfig = BucketingConfig()
-    draft: DraftConfig = DraftConfig()
-    train: TrainConfig = TrainConfig()
-    topology: TopologyConfig = TopologyConfig()
-    prefetch: PrefetchConfig = PrefetchConfig()
-    metrics: MetricsConfig = MetricsConfig()
-    evaluate: EvaluateConfig = EvaluateConfig()
-    analyze: AnalyzeConfig = AnalyzeConfig()
-    runs: tuple[RunVariant, ...] = Field((), description="Runs that differ in some keys; none: one run as it stands")
-
-    @model_validator(mode="after")
-    def _sections_agree(self) -> ExperimentConfig:
-        names = [run.name for run in self.runs]
-        if len(set(names)) != len(names):
-            raise ValueError("runs: two runs have the same name")
-        if self.bucketing.batches_per_step < self.topology.cells:
-            raise ValueError("bucketing.batches_per_step: fewer batches than cells; some cells would never train")
-        if self.data.max_length > self.bucketing.token_budget:
-            raise ValueError("bucketing.token_budget: smaller than data.max_length; the longest sequence fits no batch")
-        return self
-
-    def variants(self) -> list[tuple[str, ExperimentConfig]]:
-        """The runs of the experiment, by name, each a complete config without `runs`."""
-        if not self.runs:
-            return [("run", self)]
-        base = self.model_dump(mode="json", exclude={"runs"})
-        variants = []
-        for run in self.runs:
-            changed = _with_changes(base, dict(run.set))
-            variants.append((run.name, _validated(changed, f"run {run.name!r} of experiment {self.name!r}")))
-        return variants
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice is an error instead of a silent choice of the last one."""
-
-
-def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    seen = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
-        seen.add(key)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def _one_line(error: yaml.YAMLError) -> str:
-    return " ".join(str(error).split())
-
-
-def _with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A copy of nested `values` with dotted keys replaced; a key that does not exist is left to validation."""
-    result: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
-    for dotted, value in changes.items():
-        *sections, last = dotted.split(".")
-        place = result
-        for section in sections:
-            inner = place.get(section)
-            place[section] = inner = dict(inner) if isinstance(inner, dict) else {}
-            place = inner
-        place[last] = value
-    return result
-
-
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    model: Any = ExperimentConfig
-    for part in location[:-1]:
-        fields = getattr(model, "model_fields", {})
-        model = getattr(fields.get(str(part)), "annotation", None)
-    return list(getattr(model, "model_fields", {}))
-
-
-def _validated(values: Any, where: str) -> ExperimentConfig:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: not a mapping of sections")
-    try:
-        return ExperimentConfig.model_validate(values)
-    except ValidationError as error:
-        problems = error.errors()
-        first = problems[0]
-        key = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            close = get_close_matches(str(first["loc"][-1]), _known_keys(first["loc"]), n=1)
-            message = "unknown key" + (f" (did you mean {close[0]}?)" if close else "")
-        elif first["type"] not in {"missing", "value_error"}:
-            message += f", not {first['input']!r}"
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ConfigError(f"{where}: {key}: {message}{more}" if key else f"{where}: {message}{more}") from None
-
-
-def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Read an experiment file and apply overrides of the form `a.b=value` (the value is read as YAML).
-
-    Raises:
-        ConfigError: one line that names the file and the key.
-    """
-    try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        text = _one_line(error) if isinstance(error, yaml.YAMLError) else str(error)
-        raise ConfigError(f"{path}: not YAML: {text}") from None
-    changes: dict[str, Any] = {}
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key:
-            raise ConfigError(f"--set {override}: expected key=value")
-        try:
-            changes[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {override}: the value is not YAML: {_one_line(error)}") from None
-    if changes and isinstance(values, dict):
-        values = _with_changes(values, changes)
-    config = _validated(values, str(path))
-    config.variants()  # an override inside `runs` must be right before anything starts
-    return config
 
 
 def workspace() -> Path:

@@ -109,6 +109,14 @@ def _series_caption(runs: Sequence[Run], width: int) -> str:
 def loss_plot(runs: Sequence[Run], width: int) -> Plot:
     figure = _layout(_series_figure(runs, "loss", width), "optimizer step", "loss, nats")
     caption = f"{_series_caption(runs, width)} Scatter around the median is what mixing changes."
+    losses = np.concatenate([numbers(run.steps, "loss") for run in runs])
+    losses = losses[np.isfinite(losses)]
+    if len(losses):
+        # The first steps of an untrained draft are many times what follows and would flatten the rest of the curve.
+        usual, highest = float(np.quantile(losses, 0.97)) * 1.15, float(losses.max())
+        if highest > 1.5 * usual:
+            figure.update_yaxes(range=[0, usual])
+            caption += f" The first steps reach {highest:.3g} and leave the plot."
     return Plot("loss", "Loss", caption, figure)
 
 
