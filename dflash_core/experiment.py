@@ -17,7 +17,7 @@ import yaml
 
 from dflash_core.errors import DataError
 from dflash_core.experiment_file import ExperimentConfig, load_experiment
-from dflash_core.provenance import digest_json, write_atomically
+from dflash_core.provenance import digest_file, digest_json, digest_weights, write_atomically
 from dflash_core.training.run_folder import RunFolder, now
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ def _identity(config: ExperimentConfig) -> dict[str, Any]:
     identity: dict[str, Any] = {
         "dataset": dataset.fingerprint,
         "tokenizer": dataset.manifest["tokenizer_sha256"],
+        "target_weights": digest_weights(target_folder(config)),
         "edges": list(edges(config, dataset.lengths)),
     }
     for section in ("target", "bucketing", "draft", "train"):
@@ -252,57 +253,68 @@ def train_run(config: ExperimentConfig, run_dir: Path) -> dict[str, Any]:
 def evaluate_run(run_dir: Path, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
     """Measure a run's newest checkpoint, and the untrained draft, on held-out prompts; export the checkpoint.
 
-    A finished evaluation of the same checkpoint under the same settings is used again.
+    A finished evaluation of the same checkpoint on the same prompts under the same settings is used again.
 
     Raises:
         DataError: there is no checkpoint or no held-out file.
     """
-    import torch
-
-    from dflash_core.data import load_tokenizer, read_prompts
-    from dflash_core.evaluation import Baseline, evaluate_draft
+    from dflash_core.data import expand_files
     from dflash_core.export import export_checkpoint
-    from dflash_core.metrics.sinks import JsonlSink, RunLog
-    from dflash_core.model.draft import DFlashDraft
-    from dflash_core.model.target import FrozenTarget
-    from dflash_core.model.weights import load_draft
     from dflash_core.training.checkpoint import newest_checkpoint
-    from dflash_core.training.devices import device_kind
 
     run = RunFolder(Path(run_dir))
-    config = load_experiment(run.config)
-    manifest = run.read_manifest()
+    config, manifest = load_experiment(run.config), run.read_manifest()
     found = newest_checkpoint(run.checkpoints)
     if found is None:
         raise DataError(f"{run.path}: no checkpoint to evaluate (state: {manifest['state']})")
     if config.data.held_out is None:
         raise DataError(f"{run.config}: data.held_out names no file; evaluation needs held-out prompts")
     checkpoint, state = found
-    settings = config.evaluate
-    done = digest_json([settings.model_dump(mode="json"), state["digests"], config.data.held_out])
+    prompts = [digest_file(path) for path in expand_files([config.data.held_out])]
+    done = digest_json([config.evaluate.model_dump(mode="json"), state["digests"], prompts])
     if manifest.get("evaluation_digest") == done:
         return dict(manifest["evaluation"])
+    measured = _measure(config, run, checkpoint, state["next_step"], progress)
+    result = {**measured, "checkpoint": str(checkpoint.relative_to(run.path)), "step": state["next_step"]}
+    export_checkpoint(checkpoint, run.export)
+    headline = {key: result[key] for key in ("acceptance_length", "acceptance_length_untrained", "lossless")}
+    run.update_manifest(**headline, export="export", evaluation=result, evaluation_digest=done)
+    return result
+
+
+def _measure(
+    config: ExperimentConfig, run: RunFolder, checkpoint: Path, step: int, progress: Callable[[int, int], None] | None
+) -> dict[str, Any]:
+    """Decode the held-out prompts with the checkpoint, some with the untrained draft, and log the `evals` rows."""
+    import torch
+
+    from dflash_core.data import load_tokenizer, read_prompts
+    from dflash_core.evaluation import Baseline, evaluate_draft
+    from dflash_core.metrics.sinks import JsonlSink, RunLog
+    from dflash_core.model.draft import DFlashDraft
+    from dflash_core.model.target import FrozenTarget
+    from dflash_core.model.weights import load_draft
+    from dflash_core.training.devices import device_kind
+
     torch.set_num_threads(config.topology.threads_per_device)
     folder, spec, device = target_folder(config), draft_spec(config), device_kind(config.topology)
     target = FrozenTarget(folder, spec.target_layer_ids, config.target.dtype, config.target.attn_implementation, device)
-    prompts = read_prompts(Path(config.data.held_out), load_tokenizer(folder), settings.max_prompts)
+    settings, manifest = config.evaluate, run.read_manifest()
+    prompts = read_prompts(Path(config.data.held_out or ""), load_tokenizer(folder), settings.max_prompts)
     baseline = Baseline(target, settings.max_new_tokens) if settings.check_lossless else None
     trained = evaluate_draft(target, load_draft(checkpoint).to(device), prompts, settings.max_new_tokens, baseline, progress)
+    rows, untrained = trained.rows("trained", step), None
+    if some := prompts[: settings.untrained_prompts]:
+        fresh = DFlashDraft(spec).initialise(config.train.seed).eval().to(device)
+        before = evaluate_draft(target, fresh, some, settings.max_new_tokens, baseline)
+        rows, untrained = rows + before.rows("untrained", 0), before.overall.acceptance_length
     log_file = RunLog(JsonlSink(run.metrics), manifest["run_id"], int(manifest.get("attempt", 0)))
-    untrained = None
     try:
-        for row in trained.rows("trained", state["next_step"]):
+        for row in rows:
             log_file.log("evals", row)
-        if settings.untrained_prompts:
-            fresh = DFlashDraft(spec).initialise(config.train.seed).eval().to(device)
-            some = prompts[: settings.untrained_prompts]
-            measured = evaluate_draft(target, fresh, some, settings.max_new_tokens, baseline)
-            untrained = measured.overall.acceptance_length
-            for row in measured.rows("untrained", 0):
-                log_file.log("evals", row)
     finally:
         log_file.close()
-    result = {
+    return {
         "acceptance_length": trained.overall.acceptance_length,
         "acceptance_length_untrained": untrained,
         "lossless": trained.lossless,
@@ -311,19 +323,7 @@ def evaluate_run(run_dir: Path, progress: Callable[[int, int], None] | None = No
         "num_tokens": trained.overall.num_tokens,
         "num_target_forwards": len(trained.overall.rounds),
         "by_source": {name: part.acceptance_length for name, part in trained.by_source.items()},
-        "checkpoint": str(checkpoint.relative_to(run.path)),
-        "step": state["next_step"],
     }
-    export_checkpoint(checkpoint, run.export)
-    run.update_manifest(
-        acceptance_length=result["acceptance_length"],
-        acceptance_length_untrained=untrained,
-        lossless=trained.lossless,
-        export="export",
-        evaluation=result,
-        evaluation_digest=done,
-    )
-    return result
 
 
 def export_run(run_dir: Path, out: Path | None = None) -> Path:

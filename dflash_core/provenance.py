@@ -15,6 +15,7 @@ from typing import Any
 
 PACKAGES = ("torch", "transformers", "prefect", "wandb", "pandas", "pyarrow", "numpy", "tokenizers", "safetensors")
 UNREADABLE = "unknown"
+SAMPLED_BYTES = 1 << 20
 
 
 def digest_bytes(data: bytes) -> str:
@@ -31,6 +32,31 @@ def digest_file(path: Path) -> str:
     """SHA-256 of a file's content, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_weights(folder: Path) -> str:
+    """A digest of a model folder's weights that stays cheap for files of many GB.
+
+    It covers names and sizes of the safetensors files, their first MiB (which holds the table of tensors) and their
+    last, and `config.json`. Another training or another quantisation changes it.
+    """
+    parts: list[Any] = [digest_file(path) for path in [folder / "config.json"] if path.is_file()]
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            first = file.read(SAMPLED_BYTES)
+            file.seek(max(0, size - SAMPLED_BYTES))
+            parts.append([path.name, size, digest_bytes(first), digest_bytes(file.read(SAMPLED_BYTES))])
+    return digest_json(parts)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Flush a file or a folder's entries, so that a later rename cannot reach the disk before them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:

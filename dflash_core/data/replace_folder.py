@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_core.errors import DataError
+from dflash_core.provenance import sync_to_disk
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         _clean_up(folder)
         raise
-    _fsync(folder.parent)
+    sync_to_disk(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -70,12 +71,4 @@ def _clean_up(folder: Path) -> None:
 def _flush_to_disk(folder: Path) -> None:
     """A rename may reach the disk before the data it names; after this it cannot."""
     for path in [*folder.rglob("*"), folder]:
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_to_disk(path)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from dflash_core.errors import ConfigError
-from dflash_core.provenance import digest_file, digest_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -105,8 +104,6 @@ class FrozenTarget:
             local_files_only=True,
             trust_remote_code=False,
         )
-        files = sorted(folder.glob("*.safetensors"))
-        self.weights_digest = digest_json([digest_file(file) for file in files])
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         self._records = threading.local()
         layers: Any = self.model.get_decoder().layers

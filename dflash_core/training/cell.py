@@ -155,26 +155,50 @@ def _open_sinks(job: TrainingJob, group: CellGroup, attempt: int, num_steps: int
     return RunLog(FanOut(sinks), job.run_id, attempt)
 
 
+def _load_targets(job: TrainingJob, devices: CellDevices) -> dict[str, FrozenTarget]:
+    """One frozen target per device; target loops that share a device share it."""
+    taps, target = job.spec.target_layer_ids, job.target
+    return {
+        device: FrozenTarget(job.target_folder, taps, target.dtype, target.attn_implementation, device)
+        for device in dict.fromkeys(devices.targets)
+    }
+
+
+def _make_trainer(job: TrainingJob, group: CellGroup, device: str, target: FrozenTarget, num_steps: int) -> DraftTrainer:
+    draft = DFlashDraft(job.spec).initialise(job.train.seed).to(device)
+    embedding, head = target.embedding_VH.to(device), target.head_VH.to(device)
+    return DraftTrainer(draft, embedding, head, job.train, num_steps, len(job.edges), group)
+
+
+def _make_prefetcher(
+    job: TrainingJob, plan: RunPlan, collator: Collator, num_targets: int, batches: Iterator[PlannedBatch], supervisor: Supervisor
+) -> BatchPrefetcher:
+    feature_bytes = len(job.spec.target_layer_ids) * job.spec.hidden_size * (2 if job.target.dtype == "bfloat16" else 4)
+
+    def size_of(planned: PlannedBatch) -> int:
+        """Features dominate; tokens take 8 bytes each, labels and weights 12 a slot."""
+        longest, rows = plan.longest_row(planned), len(planned.samples)
+        slots = min(job.train.num_anchors, longest) * job.spec.block_size
+        return rows * (longest * (feature_bytes + 8) + slots * 12)
+
+    settings = PrefetchSettings(
+        num_targets=num_targets,
+        num_buckets=len(job.edges),
+        num_workers=job.prefetch.num_workers,
+        dispatch=job.prefetch.dispatch,
+        queue_batches=job.prefetch.queue_batches,
+        max_bytes=job.prefetch.max_bytes,
+        stall_timeout_s=job.prefetch.stall_timeout_s,
+    )
+    return BatchPrefetcher(batches, collator, size_of, settings, supervisor)
+
+
 def _build(job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor: Supervisor, attempt: int) -> Cell:
     dataset = Dataset.open(job.dataset)
     plan = RunPlan(dataset.lengths, job.edges, job.bucketing, job.train, group.size)
-    by_device = {
-        device: FrozenTarget(
-            job.target_folder, job.spec.target_layer_ids, job.target.dtype, job.target.attn_implementation, device
-        )
-        for device in dict.fromkeys(devices.targets)
-    }
-    first_target = by_device[devices.targets[0]]
-    draft = DFlashDraft(job.spec).initialise(job.train.seed).to(devices.draft)
-    trainer = DraftTrainer(
-        draft,
-        first_target.embedding_VH.to(devices.draft),
-        first_target.head_VH.to(devices.draft),
-        job.train,
-        plan.num_steps,
-        len(job.edges),
-        group,
-    )
+    targets = _load_targets(job, devices)
+    first_target = targets[devices.targets[0]]
+    trainer = _make_trainer(job, group, devices.draft, first_target, plan.num_steps)
     first_step = _resume(job, trainer)
     sink = _open_sinks(job, group, attempt, plan.num_steps)
     collator = Collator(
@@ -185,39 +209,20 @@ def _build(job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor:
         pad_token_id=first_target.shape.pad_token_id,
         pin=devices.is_cuda,
     )
-    feature_bytes = len(job.spec.target_layer_ids) * job.spec.hidden_size * (2 if job.target.dtype == "bfloat16" else 4)
-    slot_bytes = min(job.train.num_anchors, 1 << 20) * job.spec.block_size * 12
-
-    def size_of(planned: PlannedBatch) -> int:
-        """Features dominate; tokens take 8 bytes each, labels and weights 12 a slot."""
-        longest, rows = plan.longest_row(planned), len(planned.samples)
-        return rows * (longest * (feature_bytes + 8) + min(slot_bytes, longest * job.spec.block_size * 12))
-
-    settings = PrefetchSettings(
-        num_targets=len(devices.targets),
-        num_buckets=len(job.edges),
-        num_workers=job.prefetch.num_workers,
-        dispatch=job.prefetch.dispatch,
-        queue_batches=job.prefetch.queue_batches,
-        max_bytes=job.prefetch.max_bytes,
-        stall_timeout_s=job.prefetch.stall_timeout_s,
-    )
-    prefetcher = BatchPrefetcher(plan.batches(group.rank, first_step), collator, size_of, settings, supervisor)
+    batches = plan.batches(group.rank, first_step)
+    prefetcher = _make_prefetcher(job, plan, collator, len(devices.targets), batches, supervisor)
     first_position = plan.first_position(group.rank, first_step)
     ready: ReorderBuffer[Ready] = ReorderBuffer("ready buffer", first_position, supervisor, job.prefetch.stall_timeout_s)
     monitor = Monitor(prefetcher, ready, sink, group.rank, job.prefetch.stats_every_steps, supervisor)
     writer = CheckpointWriter(job.run.checkpoints, job.train.keep_last, supervisor) if group.is_first else None
     if group.is_first:
-        fingerprints = {
-            "dataset": dataset.fingerprint,
-            "plan": plan.epoch_plan(0).fingerprint(),
-            "target_weights": first_target.weights_digest,
-            "config": digest_json(job.identity),
-        }
+        fingerprints = {"plan": plan.epoch_plan(0).fingerprint(), "config": digest_json(job.identity)}
+        fingerprints |= {key: job.identity[key] for key in ("dataset", "tokenizer", "target_weights")}
         write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
     prefetcher.start()
     for number, device in enumerate(devices.targets):
-        supervisor.start(f"target {number}", run_target, by_device[device], number, prefetcher.queues[number], ready, supervisor)
+        queue = prefetcher.queues[number]
+        supervisor.start(f"target {number}", run_target, targets[device], number, queue, ready, supervisor)
     return Cell(job, group, supervisor, plan, trainer, prefetcher, ready, monitor, writer, sink, first_step)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import queue
 import shutil
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
 from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, load_draft, save_draft
 from dflash_core.pipeline import Supervisor
-from dflash_core.provenance import digest_file, read_json, write_atomically, write_json
+from dflash_core.provenance import digest_file, read_json, sync_to_disk, write_atomically, write_json
 
 log = logging.getLogger(__name__)
 STATE_FILE, OPTIMIZER_FILE = "state.json", "optimizer.pt"
@@ -60,14 +59,6 @@ def take_snapshot(next_step: int, draft: DFlashDraft, optimizer: torch.optim.Opt
     return Snapshot(next_step, draft.spec, _copied(draft.state_dict()), _copied(optimizer.state_dict()), dict(counters))
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_checkpoint(root: Path, snapshot: Snapshot, keep_last: int) -> Path:
     """Write one checkpoint under `root` and drop the oldest beyond `keep_last`."""
     root.mkdir(parents=True, exist_ok=True)
@@ -83,11 +74,11 @@ def write_checkpoint(root: Path, snapshot: Snapshot, keep_last: int) -> Path:
     digests = {name: digest_file(temporary / name) for name in (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE)}
     state = {"schema_version": SCHEMA_VERSION, "next_step": snapshot.next_step, "digests": digests, "counters": snapshot.counters}
     write_json(temporary / STATE_FILE, state)
-    _sync_folder(temporary)
+    sync_to_disk(temporary)
     if folder.exists():  # a resumed run reaches the same step again with the same content
         shutil.rmtree(folder)
     temporary.rename(folder)
-    _sync_folder(root)
+    sync_to_disk(root)
     for old in sorted(root.glob("step-*"))[:-keep_last]:
         shutil.rmtree(old)
     return folder
