@@ -113,12 +113,14 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
 
 
 def _check(path: str, overrides: Sequence[str], run: str | None) -> None:
-    """The checks of `Request.variants`, without Prefect."""
-    from dflash_core.experiment import load_experiment
+    """Everything that can be known before the server is started: file, keys, topology, target, input files."""
+    from dflash_core.experiment import check, load_experiment
 
-    names = [name for name, _ in load_experiment(path, overrides).variants()]
+    config = load_experiment(path, overrides)
+    names = [name for name, _ in config.variants()]
     if run is not None and run not in names:
         raise UserError(f"{path}: no run {run!r}; there are: {', '.join(names)}")
+    check(config)
 
 
 def _flush_prefect() -> None:

@@ -24,7 +24,7 @@ from flows import server
 from flows.launch import HEADER
 
 PATIENCE_S = 100.0
-FAKE = Path(__file__).with_name("test_flows_fake.py")
+FAKE = Path(__file__).with_name("fake_experiment.py")
 NOISE = ("Traceback", "database is locked", "Crash detected", "prefect.", "| ERROR", "| WARNING")
 
 
@@ -269,3 +269,12 @@ for deployment in yaml.safe_load(open("prefect.yaml"))["deployments"]:
         check=False,
     )
     assert done.stdout.split() == ["dflash-experiment", "dflash-train"], done.stderr
+
+
+def test_what_can_be_known_beforehand_costs_no_server(tmp_path: Path) -> None:
+    workplace = Workplace(tmp_path)
+    experiment = workplace.experiment("unready", runs={}, fail_check="data/x.jsonl: no such file")
+    outcome = workplace.run("experiment", experiment)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.strip() == "error: data/x.jsonl: no such file"
+    assert not (workplace.home / "prefect").exists()

@@ -1,6 +1,6 @@
 """A small stand-in for `dflash_core.experiment`, with real files and real training children, for the tests of the flows.
 
-Run as `python tests/test_flows_fake.py MODULE ARGS...` it runs a module of `flows` as a program on top of itself. The
+Run as `python tests/fake_experiment.py MODULE ARGS...` it runs a module of `flows` as a program on top of itself. The
 experiment file is JSON: `{"name", "runs": {name: what the training does}, "fail_prepare": text}`. A training counts to
 `steps`, keeps its count in the run folder (so that resuming can be seen), and ends as `end` says.
 """
@@ -58,6 +58,14 @@ def load_experiment(path: str | Path, overrides: Any = ()) -> Experiment:
             raise ConfigError(f"{path}: unknown key {key!r}")
         document[key] = json.loads(value)
     return Experiment(document)
+
+
+def check(config: Experiment, num_gpus: int | None = None) -> dict[str, Any]:
+    from dflash_core.errors import DataError
+
+    if text := config.document.get("fail_check"):
+        raise DataError(text)
+    return {}
 
 
 def workspace() -> Path:
