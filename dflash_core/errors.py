@@ -47,6 +47,10 @@ class StageError(TrainingError):
             self.__cause__ = cause
 
 
+class CellLostError(TrainingError):
+    """Another cell of the run ended; the failure that the user must see is that cell's."""
+
+
 class CheckpointError(TrainingError):
     """A checkpoint is damaged or does not fit the run; the text names the folder and the difference."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dflash_core.errors import DataError
+from dflash_core.errors import ConfigError, DataError
 from dflash_core.experiment_file import ExperimentConfig, load_experiment
 from dflash_core.provenance import digest_file, digest_json, digest_weights, write_atomically
 from dflash_core.training.run_folder import RunFolder, now
@@ -34,6 +34,7 @@ __all__ = [
     "load_experiment",
     "plan",
     "prepare",
+    "run_attempt",
     "run_state",
     "train_command",
     "train_run",
@@ -48,7 +49,10 @@ SAFE_TO_CHANGE = {"checkpoint_every", "keep_last", "max_skipped_in_a_row", "num_
 def workspace() -> Path:
     """The folder that everything goes under: `DFLASH_HOME`, or `workspace` in the current folder."""
     folder = Path(os.environ.get("DFLASH_HOME") or "workspace").absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"DFLASH_HOME: {folder} cannot be made ({error.strerror})") from None
     return folder
 
 
@@ -176,7 +180,13 @@ def create_run(config: ExperimentConfig, run_name: str, run_dir: Path | None = N
     length = {"max_steps": config.train.max_steps, "num_epochs": config.train.num_epochs}
     run_id = f"{config.name}-{run_name}-{digest_json([identity, length])[:8]}"
     folder = RunFolder(run_dir or workspace() / "runs" / run_id)
-    if not (folder.path / "manifest.json").exists():
+    if (folder.path / "manifest.json").exists():
+        saved = folder.read_manifest().get("identity", identity)
+        different = sorted(key for key in {*saved, *identity} if saved.get(key) != identity.get(key))
+        if different:
+            listed = "; ".join(f"{key}: {saved.get(key)} there, {identity.get(key)} now" for key in different)
+            raise ConfigError(f"{folder.path}: holds a run with another {', '.join(different)} ({listed})")
+    else:
         dataset = dataset_folder(config)
         folder.update_manifest(
             run_id=run_id if run_dir is None else folder.path.name,
@@ -186,6 +196,7 @@ def create_run(config: ExperimentConfig, run_name: str, run_dir: Path | None = N
             created=now(),
             dataset=str(dataset),
             dataset_fingerprint=identity["dataset"],
+            identity=identity,
             target=config.target.path,
             num_steps=0,
             acceptance_length=None,
@@ -206,6 +217,11 @@ def run_state(run_dir: Path) -> str:
     if state == "running" and not run.is_owned():
         state = str(run.update_manifest(state="failed", error="the training process was killed")["state"])
     return state
+
+
+def run_attempt(run_dir: Path) -> int:
+    """How often the run has been resumed; -1 before its first start. Tells a new `stopped` from an old one."""
+    return int(RunFolder(Path(run_dir)).read_manifest().get("attempt", -1))
 
 
 def train_command(run_dir: Path) -> list[str]:
@@ -272,7 +288,7 @@ def evaluate_run(run_dir: Path, progress: Callable[[int, int], None] | None = No
     checkpoint, state = found
     prompts = [digest_file(path) for path in expand_files([config.data.held_out])]
     done = digest_json([config.evaluate.model_dump(mode="json"), state["digests"], prompts])
-    if manifest.get("evaluation_digest") == done:
+    if manifest.get("evaluation_digest") == done and (run.export / "model.safetensors").exists():
         return dict(manifest["evaluation"])
     measured = _measure(config, run, checkpoint, state["next_step"], progress)
     result = {**measured, "checkpoint": str(checkpoint.relative_to(run.path)), "step": state["next_step"]}
@@ -297,12 +313,15 @@ def _measure(
     from dflash_core.training.devices import device_kind
 
     torch.set_num_threads(config.topology.threads_per_device)
-    folder, spec, device = target_folder(config), draft_spec(config), device_kind(config.topology)
+    folder, draft, device = target_folder(config), load_draft(checkpoint), device_kind(config.topology)
+    spec = draft.spec  # never made up again: the taps are those that the checkpoint was trained with
+    if spec != draft_spec(config):
+        raise DataError(f"{run.config}: describes another draft or target than {checkpoint}")
     target = FrozenTarget(folder, spec.target_layer_ids, config.target.dtype, config.target.attn_implementation, device)
     settings, manifest = config.evaluate, run.read_manifest()
     prompts = read_prompts(Path(config.data.held_out or ""), load_tokenizer(folder), settings.max_prompts)
     baseline = Baseline(target, settings.max_new_tokens) if settings.check_lossless else None
-    trained = evaluate_draft(target, load_draft(checkpoint).to(device), prompts, settings.max_new_tokens, baseline, progress)
+    trained = evaluate_draft(target, draft.to(device), prompts, settings.max_new_tokens, baseline, progress)
     rows, untrained = trained.rows("trained", step), None
     if some := prompts[: settings.untrained_prompts]:
         fresh = DFlashDraft(spec).initialise(config.train.seed).eval().to(device)

@@ -5,7 +5,7 @@ Every mistake is one line that names the file and the key; keys that do not exis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     seen = set()
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`; what it brings in may be overridden
+            continue
         key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, Hashable):
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not a plain value", key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
         seen.add(key)
@@ -101,7 +105,8 @@ def _with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, 
             inner = place.get(section)
             place[section] = inner = dict(inner) if isinstance(inner, dict) else {}
             place = inner
-        place[last] = value
+        old = place.get(last)  # a section given as a mapping changes the keys it names and keeps the others
+        place[last] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
     return result
 
 
@@ -142,7 +147,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         text = _one_line(error) if isinstance(error, yaml.YAMLError) else str(error)
         raise ConfigError(f"{path}: not YAML: {text}") from None
     changes: dict[str, Any] = {}

@@ -130,7 +130,7 @@ def last_error_line(log_file: Path) -> str | None:
     lines = text.rpartition(HEADER)[2].splitlines()[1:]
     for pattern in (ERROR_LINE, TRACEBACK_LINE):
         for line in reversed(lines):
-            if match := pattern.match(line):
+            if (match := pattern.match(line)) and "another cell ended" not in line:
                 return match["text"]
     return lines[-1].strip() if lines else None
 

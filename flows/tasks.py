@@ -121,14 +121,20 @@ def _train_child(run_dir: Path, log_file: Path, lock: int) -> None:
 
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # lines arrive when they are written
     relay = Relay(logging.getLogger("flows.train"))
+    before = experiment.run_attempt(run_dir)
+
+    def saved_its_state() -> bool:
+        """Whether this launch, and not an earlier one, was stopped in good order."""
+        return experiment.run_state(run_dir) == "stopped" and experiment.run_attempt(run_dir) > before
+
     try:
         code = launch(experiment.train_command(run_dir), log_file=log_file, env=environment, on_line=relay, keep_open=(lock,))
         relay.finish()
     except (KeyboardInterrupt, TerminationSignal):
-        if deployment.id is None and experiment.run_state(run_dir) == "stopped":
+        if deployment.id is None and saved_its_state():
             raise StoppedBySignal(f"training was stopped by a signal and its state saved in {run_dir}; {AGAIN}") from None
         raise
-    if code != 0 and experiment.run_state(run_dir) == "stopped":  # torchrun does not pass its ranks' exit codes on
+    if code != 0 and saved_its_state():  # torchrun does not pass its ranks' exit codes on
         raise StoppedBySignal(f"training was stopped by a signal and its state saved in {run_dir}; {AGAIN}")
     raise_for_exit(code, log_file)
 
@@ -154,10 +160,9 @@ def evaluate(run_name: str, run_dir: str) -> dict[str, Any]:
     from dflash_core import experiment
 
     result = experiment.evaluate_run(Path(run_dir), progress=Progress(f"evaluate {run_name}: prompts"))
-    log.info(
-        "evaluate %s: acceptance length %.2f on %d prompts (untrained %s), lossless: %s", run_name, result["acceptance_length"],
-        result["num_prompts"], _number(result.get("acceptance_length_untrained")), _words(result.get("lossless")),
-    )  # fmt: skip
+    length, before = _number(result["acceptance_length"]), _number(result.get("acceptance_length_untrained"))
+    counts = f"{result['num_prompts']} prompts (untrained {before}), lossless: {_words(result.get('lossless'))}"
+    log.info("evaluate %s: acceptance length %s on %s", run_name, length, counts)
     return result
 
 

@@ -24,6 +24,8 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 state("running")
 (folder / "pid").write_text(str(os.getpid()))
+attempt = folder / "attempt"
+attempt.write_text(str(int(attempt.read_text()) + 1 if attempt.exists() else 0))
 saved = folder / "count"
 count = int(saved.read_text()) if saved.exists() else 0
 print("starting at step", count)
@@ -99,6 +101,11 @@ def create_run(config: Experiment, run_name: str) -> Path:
 def run_state(run_dir: Path) -> str:
     state = run_dir / "state"
     return state.read_text() if state.exists() else "created"
+
+
+def run_attempt(run_dir: Path) -> int:
+    attempt = run_dir / "attempt"
+    return int(attempt.read_text()) if attempt.exists() else -1
 
 
 def train_command(run_dir: Path) -> list[str]:

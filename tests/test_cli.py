@@ -51,7 +51,9 @@ def test_train_evaluate_analyze(
     code, out, _ = dflash(monkeypatch, capsys, "analyze", run_dir, "--out", tmp_path / "report")
     assert code == 0 and (tmp_path / "report" / "report.html").is_file()
     code, _, err = dflash(monkeypatch, capsys, "train", micro_experiment, "--run-dir", run_dir, "--set", "train.lr=1.0")
-    assert code == 3 and "train.lr" in only_line(err)
+    assert code == 2 and "holds a run with another train.lr" in only_line(err)
+    assert json.loads((run_dir / "manifest.json").read_text())["state"] == "completed"
+    assert "lr: 0.003" in (run_dir / "config.yaml").read_text()
 
 
 def test_bad_input_is_one_line_and_exit_code_2(

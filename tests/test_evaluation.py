@@ -12,7 +12,7 @@ from dflash_core.config import DraftConfig
 from dflash_core.data import Prompt
 from dflash_core.evaluation import Acceptance, Baseline, Decoded, evaluate_draft, greedy_decode, speculative_decode
 from dflash_core.evaluation import decode as decode_module
-from dflash_core.model.draft import DFlashDraft
+from dflash_core.model.draft import DFlashDraft, embed_blocks
 from dflash_core.model.spec import DraftSpec
 from dflash_core.model.target import FrozenTarget, read_target_shape
 
@@ -87,6 +87,25 @@ def test_the_draft_sees_states_before_the_anchor_only(
         assert length == len(PROMPTS[0]) + emitted - 1
         torch.testing.assert_close(key, whole[:, :, :length], rtol=1e-3, atol=1e-3)
         emitted += decoded.accepted[round_number] + 1
+
+
+def test_decoding_proposes_what_the_training_forward_predicts(target: FrozenTarget, draft: DFlashDraft) -> None:
+    """Lossless decoding holds for any draft, so it cannot see a wrong anchor position or shifted slots; this can."""
+    sharp = DFlashDraft(draft.spec).initialise(0).eval()
+    with torch.no_grad():
+        for parameter in sharp.parameters():  # attention far from uniform
+            parameter.mul_(3.0 if parameter.ndim == 2 else 1.0)
+    tokens = torch.randint(0, 250, (1, 24), generator=torch.Generator().manual_seed(2))
+    features = target.features(tokens)
+    for anchor in range(1, 20):
+        with torch.inference_mode():
+            x = embed_blocks(target.embedding_VH, tokens[:, anchor : anchor + 1], sharp.spec)
+            final = sharp(features, x, torch.tensor([[anchor]]))
+            expected = (final[0, 0, 1:] @ target.head_VH.T).argmax(-1)
+            context = decode_module.DraftContext(sharp)
+            context.append(features[:, :anchor])
+            proposed = context.propose(int(tokens[0, anchor]), target.embedding_VH, target.head_VH)
+        assert torch.equal(proposed, expected)
 
 
 def test_decoding_ends_with_the_end_token(target: FrozenTarget, draft: DFlashDraft, monkeypatch: pytest.MonkeyPatch) -> None:

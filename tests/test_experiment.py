@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 
 from dflash_core import experiment as root
 from dflash_core.errors import ConfigError, DataError
+from dflash_core.model import target as target_module
 from dflash_core.training.run_folder import RunFolder
 
 SHIPPED = sorted((Path(__file__).parents[1] / "flows" / "experiments").glob("*.yaml"))
@@ -64,6 +66,7 @@ def test_mistakes_name_file_and_key(micro_experiment: Path, sections: dict[str, 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("? [1, 2]\n: 3\n", "not a plain value"),
         ("a: [1", "not YAML"),
         ("- 1\n- 2\n", "not a mapping"),
         ("name: x\nname: y\n", "key 'name' stands twice"),
@@ -76,6 +79,12 @@ def test_files_that_are_no_experiment(tmp_path: Path, text: str, message: str) -
     with pytest.raises(ConfigError, match=message) as caught:
         root.load_experiment(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_yaml_anchors_and_merges_are_understood(micro_experiment: Path) -> None:
+    text = micro_experiment.read_text() + "runs:\n- name: a\n  set: &base {train.lr: 0.1}\n- name: b\n  set: {<<: *base}\n"
+    micro_experiment.write_text(text)
+    assert [config.train.lr for _, config in root.load_experiment(micro_experiment).variants()] == [0.1, 0.1]
 
 
 def test_a_missing_section_is_named(micro_experiment: Path) -> None:
@@ -93,6 +102,14 @@ def test_overrides(micro_experiment: Path) -> None:
         root.load_experiment(micro_experiment, ["train.nope=1"])
     with pytest.raises(ConfigError, match="expected key=value"):
         root.load_experiment(micro_experiment, ["train.lr"])
+
+
+def test_a_section_given_as_a_mapping_keeps_its_other_keys(micro_experiment: Path) -> None:
+    config = root.load_experiment(micro_experiment, ["train={lr: 0.01}"])
+    assert (config.train.lr, config.train.max_steps, config.train.num_anchors) == (0.01, 10, 16)
+    runs = [{"name": "a", "set": {"train": {"lr": 0.1}}}]
+    varied = dict(root.load_experiment(edit(micro_experiment, runs=runs)).variants())["a"]
+    assert (varied.train.lr, varied.train.max_steps) == (0.1, 10)
 
 
 def test_runs_differ_in_what_they_set(micro_experiment: Path) -> None:
@@ -134,6 +151,19 @@ def test_evaluation_and_export_of_a_trained_run(micro_experiment: Path) -> None:
     result = root.evaluate_run(run_dir)
     assert result["lossless"] is True and result["num_prompts"] == 4
     assert 1.0 <= result["acceptance_length"] <= 4.0 and result["step"] == 10
+    with pytest.MonkeyPatch.context() as patch:  # the taps are the checkpoint's
+        taps: list[tuple[int, ...]] = []
+        real = target_module.FrozenTarget.__init__
+
+        def spy(self: target_module.FrozenTarget, folder: Path, layer_ids: tuple[int, ...], *rest: str) -> None:
+            taps.append(layer_ids)
+            real(self, folder, layer_ids, *rest)
+
+        patch.setattr(target_module.FrozenTarget, "__init__", spy)
+        (run_dir / "export" / "model.safetensors").unlink()  # an evaluation whose export is gone is made again
+        assert root.evaluate_run(run_dir) == result
+        exported = json.loads((run_dir / "checkpoints" / "step-000010" / "config.json").read_text())
+        assert taps == [tuple(exported["dflash_config"]["target_layer_ids"])]
     before = (run_dir / "metrics" / "evals.jsonl").read_text()
     assert root.evaluate_run(run_dir) == result  # the finished evaluation is used again
     assert (run_dir / "metrics" / "evals.jsonl").read_text() == before

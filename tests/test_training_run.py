@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,13 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_core import experiment as root
+from dflash_core.data import Dataset
 from dflash_core.errors import CheckpointError, StageError, StoppedBySignal, TrainingError, UserError
+from dflash_core.model.anchors import slot_weights
+from dflash_core.model.draft import embed_blocks
+from dflash_core.model.loss import block_loss
+from dflash_core.records import PlannedBatch
 from dflash_core.training import cell as cell_module
 from dflash_core.training import loop as loop_module
-from dflash_core.training.checkpoint import check_checkpoint, newest_checkpoint
+from dflash_core.training.checkpoint import check_checkpoint, newest_checkpoint, take_snapshot, write_checkpoint
+from dflash_core.training.collate import Collator
 from dflash_core.training.run_folder import RunFolder
+from tests.test_model_draft import make_draft
 
 
 def start(path: Path, name: str, *overrides: str) -> Path:
@@ -109,6 +118,116 @@ def test_topology_does_not_change_the_loss_trajectory(
     )
     assert_same_run(reference, other)
     assert len({row["target"] for row in rows(other, "batches")}) == targets
+
+
+def test_a_step_is_the_weighted_mean_over_all_its_batches(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient that the optimizer sees is that of (sum of losses) / (sum of weights) of the whole step."""
+    run_dir = start(micro_experiment, "mean", "train.max_steps=2", "train.clip_norm=1e9")
+    real, seen = loop_module.DraftTrainer.end, []
+
+    def end(self: Any, step: int, totals: Any, stop: bool) -> Any:
+        self.optimizer.step = lambda: None  # the weights stay, so that the same step can be computed again
+        row = real(self, step, totals, stop)
+        loss = weight = torch.zeros(())
+        for ready, _, _ in totals.batches:
+            batch = ready.loaded.payload
+            blocks = embed_blocks(self._embedding_VD, batch.anchor_tokens_RA, self.draft.spec)
+            final = self.draft(ready.features_RSF.clone(), blocks, batch.anchors_RA)
+            parts = block_loss(final, self._head_VD, batch.labels_RAK, batch.weights_RAK)
+            loss, weight = loss + parts.loss_sum, weight + parts.weight_sum
+        expected = torch.autograd.grad(loss / weight, self.parameters)
+        for parameter, gradient in zip(self.parameters, expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+        assert row["loss"] == pytest.approx(float((loss / weight).detach()), rel=1e-5)
+        seen.append(step)
+        return row
+
+    monkeypatch.setattr(loop_module.DraftTrainer, "end", end)
+    root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
+    assert seen == [0, 1]
+
+
+def test_the_drafter_is_given_the_taps_that_its_checkpoint_names(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run_dir = start(micro_experiment, "taps", "train.max_steps=1")
+    config = root.load_experiment(run_dir / "config.yaml")
+    model = AutoModelForCausalLM.from_pretrained(config.target.path, dtype=torch.float32)
+    got: list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]] = []
+    real = loop_module.DraftTrainer.add
+
+    def add(self: Any, totals: Any, ready: Any) -> None:
+        tokens, ids = ready.loaded.payload.tokens_RS, self.draft.spec.target_layer_ids
+        hook = self.draft.register_forward_pre_hook(lambda _, args: got.append((args[0].detach().clone(), tokens, ids)))
+        try:
+            real(self, totals, ready)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(loop_module.DraftTrainer, "add", add)
+    root.train_run(config, run_dir)
+    assert got
+    for features, tokens, ids in got:
+        with torch.no_grad():
+            states = model(input_ids=tokens, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(features, torch.cat([states[i + 1] for i in ids], -1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_snapshot_does_not_follow_the_training() -> None:
+    draft = make_draft()
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=1.0)
+
+    def step() -> None:
+        for parameter in draft.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    snapshot = take_snapshot(1, draft, optimizer, {})
+    weight, moment = snapshot.tensors["fc.weight"].clone(), snapshot.optimizer["state"][0]["exp_avg"].clone()
+    step()
+    assert torch.equal(snapshot.tensors["fc.weight"], weight)
+    assert torch.equal(snapshot.optimizer["state"][0]["exp_avg"], moment)
+
+
+def test_a_damaged_later_checkpoint_does_not_push_out_new_ones(tmp_path: Path) -> None:
+    draft = make_draft()
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=1.0)
+    for step in (4, 8, 999_999, 1_000_000):
+        write_checkpoint(tmp_path, take_snapshot(step, draft, optimizer, {}), keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
+    (tmp_path / "step-1000000" / "state.json").write_text("{")
+    written = write_checkpoint(tmp_path, take_snapshot(500, draft, optimizer, {}), keep_last=1)
+    assert written.is_dir()
+    for broken in ("null", "{}", '{"schema_version": 1, "next_step": 3, "digests": {}, "counters": {}}', '{"digests": null}'):
+        (written / "state.json").write_text(broken)
+        with pytest.raises(CheckpointError):
+            check_checkpoint(written)
+
+
+def test_anchors_change_with_the_epoch_and_with_nothing_else(micro_experiment: Path) -> None:
+    run_dir = start(micro_experiment, "anchors")
+    dataset = Dataset.open(Path(RunFolder(run_dir).read_manifest()["dataset"]))
+    longest = int(dataset.lengths.argmax())
+
+    def anchors(epoch: int, together_with: tuple[int, ...] = ()) -> list[int]:
+        collate = Collator(dataset, seed=0, num_anchors=8, weights_K=slot_weights(4, 4.0), pad_token_id=256, pin=False)
+        samples = (*together_with, longest)
+        _, batch = collate(PlannedBatch(epoch, 0, epoch, 0, 0, 0, samples, True))
+        return batch.anchors_RA[-1].tolist()
+
+    assert anchors(0) == anchors(0) == anchors(0, (1, 2))
+    assert anchors(0) != anchors(1)
+
+
+def test_an_exchanged_target_is_noticed_on_resume(micro_experiment: Path, micro_target: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "target"
+    shutil.copytree(micro_target, copy)
+    run_dir = train(micro_experiment, "exchanged", f"target.path={copy}", "train.max_steps=4")
+    tensors = load_file(copy / "model.safetensors")
+    save_file({name: tensor * 1.3 for name, tensor in tensors.items()}, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="target_weights"):
+        root.train_run(root.load_experiment(run_dir / "config.yaml", ["train.max_steps=6"]), run_dir)
 
 
 def test_order_and_seed_do_change_it(micro_experiment: Path, reference: Path) -> None:
@@ -240,6 +359,30 @@ def test_non_finite_steps_are_skipped_counted_and_finally_stop_the_run(
     skips = [e for e in rows(run_dir, "events") if e["kind"] == "skip"]
     assert len(skips) == 3 and all(e["batches"] for e in skips)
     assert [row["skipped"] for row in rows(run_dir, "steps")] == [True] * 3
+
+
+def test_skipped_steps_are_counted_across_a_resume(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = start(micro_experiment, "nan-again", "train.max_skipped_in_a_row=3", "train.checkpoint_every=1")
+    config = root.load_experiment(run_dir / "config.yaml")
+    real_loss, real_end = loop_module.block_loss, loop_module.DraftTrainer.end
+
+    def poisoned(*args: Any) -> Any:
+        parts = real_loss(*args)
+        return parts._replace(loss_sum=parts.loss_sum * float("nan"))
+
+    def break_at_two(self: Any, step: int, *rest: Any) -> Any:
+        if step == 2:
+            raise OSError("gone")
+        return real_end(self, step, *rest)
+
+    monkeypatch.setattr(loop_module, "block_loss", poisoned)
+    monkeypatch.setattr(loop_module.DraftTrainer, "end", break_at_two)
+    with pytest.raises(OSError, match="gone"):
+        root.train_run(config, run_dir)
+    monkeypatch.setattr(loop_module.DraftTrainer, "end", real_end)
+    with pytest.raises(TrainingError, match="3 steps in a row"):
+        root.train_run(config, run_dir)
+    assert [row["step"] for row in rows(run_dir, "steps")] == [0, 1, 2]
 
 
 def child(run_dir: Path, *more: str) -> subprocess.Popen[str]:

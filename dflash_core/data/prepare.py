@@ -71,6 +71,9 @@ def prepare_dataset(
         "max_length": config.max_length,
         "over_long": config.over_long,
     }
+    manifest = _reusable(folder, origin, digests)  # without the lock: several runs may start on one finished dataset
+    if manifest is not None:
+        return {**manifest, "reused": True}
     with folder_lock(folder):
         manifest = _reusable(folder, origin, digests)
         if manifest is not None:

@@ -122,10 +122,11 @@ class DraftAttention(nn.Module):
             own = slice(group.first * slots, group.last * slots)
             key = torch.cat([context.key[:, :, : group.length], block.key[:, :, own]], dim=2)
             value = torch.cat([context.value[:, :, : group.length], block.value[:, :, own]], dim=2)
+            if key.is_cuda:  # with grouped heads and a mask, a GPU may fall back to a kernel that keeps all scores
+                key, value = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (key, value))
+            gqa = key.shape[1] != self.num_heads
             mixed.append(
-                functional.scaled_dot_product_attention(
-                    query[:, :, own], key, value, attn_mask=group.seen, enable_gqa=self.num_kv_heads != self.num_heads
-                )
+                functional.scaled_dot_product_attention(query[:, :, own], key, value, attn_mask=group.seen, enable_gqa=gqa)
             )
         joined = torch.cat(mixed, dim=2).transpose(1, 2).reshape(rows, anchors, slots, self.num_heads * e)
         out: Tensor = self.o_proj(joined)

@@ -30,12 +30,14 @@ class Supervisor:
     Use as a context manager: leaving it stops and joins everything, and a thread that will not end is an error.
     """
 
-    def __init__(self, name: str, join_timeout_s: float = 10.0) -> None:
+    def __init__(self, name: str, join_timeout_s: float = 5.0) -> None:
         self.name = name
         self._join_timeout_s = join_timeout_s
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._failure: DFlashError | None = None
+        self._last_progress = time.monotonic()
+        self._join_deadline: float | None = None
         self._threads: list[threading.Thread] = []
 
     @property
@@ -96,10 +98,11 @@ class Supervisor:
         while not ready():
             if self._stop.is_set():
                 raise Stopped
-            if time.monotonic() - started > timeout_s:
+            if time.monotonic() - max(started, self._last_progress) > timeout_s:
                 raise StageError(what, None, f"no progress for {timeout_s:.0f} s")
             condition.wait(POLL_S)
-        return time.monotonic() - started
+        self._last_progress = time.monotonic()  # whoever got what it waited for: the cell is alive
+        return self._last_progress - started
 
     def sleep(self, seconds: float) -> bool:
         """Sleep, or return True at once when a stop is asked for."""
@@ -108,9 +111,10 @@ class Supervisor:
     def close(self) -> list[str]:
         """Stop and join all threads; returns the names of those that did not end in time."""
         self._stop.set()
-        deadline = time.monotonic() + self._join_timeout_s
+        if self._join_deadline is None:  # a second call does not wait a second time
+            self._join_deadline = time.monotonic() + self._join_timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, self._join_deadline - time.monotonic()))
         return [thread.name for thread in self._threads if thread.is_alive()]
 
     def __enter__(self) -> Supervisor:

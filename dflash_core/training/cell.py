@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dflash_core.data import Dataset
-from dflash_core.errors import CheckpointError, DFlashError, StoppedBySignal
+from dflash_core.errors import CellLostError, CheckpointError, ConfigError, DFlashError, StoppedBySignal
 from dflash_core.metrics.console import ConsoleSink
 from dflash_core.metrics.sinks import FanOut, JsonlSink, MetricsSink, RunLog
 from dflash_core.metrics.wandb_sink import WandbSink
@@ -97,6 +97,9 @@ def run_cell(job: TrainingJob) -> dict[str, Any]:
     torch.set_num_threads(job.topology.threads_per_device)
     local_cell = int(os.environ.get("LOCAL_RANK", "0"))
     devices = cell_devices(job.topology, local_cell)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes % job.topology.cells:  # a multiple is a run over several nodes
+        raise ConfigError(f"topology.cells: {job.topology.cells}, but {processes} processes were started")
     group = CellGroup.from_environment("nccl" if devices.is_cuda else "gloo", job.prefetch.stall_timeout_s)
     try:
         with StopRequest().listening() as stop, job.run.owned() if group.is_first else nullcontext():
@@ -126,14 +129,15 @@ def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopReq
         if supervisor.failure is not None:
             raise supervisor.failure
     except BaseException as error:
-        if group.is_first:
-            text = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
-            job.run.update_manifest(state="failed", error=text, finished=now())
+        _record_failure(job, group, error)
         raise
     done = next_step >= cell.plan.num_steps
     folder = newest_checkpoint(job.run.checkpoints)
     if group.is_first:
+        measured = job.run.read_manifest().get("evaluation") or {}
+        stale = {"acceptance_length": None, "lossless": None, "evaluation": None, "evaluation_digest": None}
         job.run.update_manifest(
+            **(stale if measured.get("step") != next_step else {}),  # figures of an earlier checkpoint
             state="completed" if done else "stopped",
             num_steps=next_step,
             checkpoint=str(folder[0].relative_to(job.run.path)) if folder else None,
@@ -144,6 +148,17 @@ def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopReq
             f"stopped by {stop.signal_name} after step {next_step} of {cell.plan.num_steps}; run again to resume"
         )
     return job.run.read_manifest()
+
+
+def _record_failure(job: TrainingJob, group: CellGroup, error: BaseException) -> None:
+    """Put the failure into the manifest: any cell its own, and one that only lost the others leaves theirs alone."""
+    if isinstance(error, CellLostError) and (not group.is_first or job.run.read_manifest().get("error") is not None):
+        return
+    text = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
+    try:
+        job.run.update_manifest(state="failed", error=text, finished=now())
+    except OSError as second:  # such as a full disk; the first failure is what the user must see
+        log.error("the manifest could not be written: %s", second)
 
 
 def _open_sinks(job: TrainingJob, group: CellGroup, attempt: int, num_steps: int) -> RunLog:
@@ -200,7 +215,6 @@ def _build(job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor:
     first_target = targets[devices.targets[0]]
     trainer = _make_trainer(job, group, devices.draft, first_target, plan.num_steps)
     first_step = _resume(job, trainer)
-    sink = _open_sinks(job, group, attempt, plan.num_steps)
     collator = Collator(
         dataset,
         seed=job.train.seed,
@@ -213,12 +227,13 @@ def _build(job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor:
     prefetcher = _make_prefetcher(job, plan, collator, len(devices.targets), batches, supervisor)
     first_position = plan.first_position(group.rank, first_step)
     ready: ReorderBuffer[Ready] = ReorderBuffer("ready buffer", first_position, supervisor, job.prefetch.stall_timeout_s)
-    monitor = Monitor(prefetcher, ready, sink, group.rank, job.prefetch.stats_every_steps, supervisor)
-    writer = CheckpointWriter(job.run.checkpoints, job.train.keep_last, supervisor) if group.is_first else None
     if group.is_first:
         fingerprints = {"plan": plan.epoch_plan(0).fingerprint(), "config": digest_json(job.identity)}
         fingerprints |= {key: job.identity[key] for key in ("dataset", "tokenizer", "target_weights")}
         write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
+    sink = _open_sinks(job, group, attempt, plan.num_steps)  # last of what can fail: from here on somebody closes it
+    monitor = Monitor(prefetcher, ready, sink, group.rank, job.prefetch.stats_every_steps, supervisor)
+    writer = CheckpointWriter(job.run.checkpoints, job.train.keep_last, supervisor) if group.is_first else None
     prefetcher.start()
     for number, device in enumerate(devices.targets):
         queue = prefetcher.queues[number]

@@ -79,9 +79,19 @@ def write_checkpoint(root: Path, snapshot: Snapshot, keep_last: int) -> Path:
         shutil.rmtree(folder)
     temporary.rename(folder)
     sync_to_disk(root)
-    for old in sorted(root.glob("step-*"))[:-keep_last]:
+    # A folder of a later step is a damaged one that was passed over; it must not push out what was just written.
+    for old in [path for path in _by_step(root) if _step(path) <= snapshot.next_step][:-keep_last]:
         shutil.rmtree(old)
     return folder
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _by_step(root: Path) -> list[Path]:
+    """Checkpoint folders in the order of their steps; as text, step-1000000 would come before step-999999."""
+    return sorted((path for path in root.glob("step-*") if path.name[5:].isdigit() and path.is_dir()), key=_step)
 
 
 def check_checkpoint(folder: Path) -> dict[str, Any]:
@@ -94,7 +104,10 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
         state = read_json(folder / STATE_FILE)
         if state["schema_version"] != SCHEMA_VERSION:
             raise CheckpointError(f"{folder}: schema version {state['schema_version']}, expected {SCHEMA_VERSION}")
-        for name, digest in state["digests"].items():
+        if not {"next_step", "counters"} <= set(state):
+            raise CheckpointError(f"{folder}: {STATE_FILE} lacks a key")
+        for name in (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE):
+            digest = state["digests"][name]
             if digest_file(folder / name) != digest:
                 raise CheckpointError(f"{folder / name}: damaged (its digest differs from {STATE_FILE})")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -104,7 +117,7 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
 
 def newest_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest undamaged checkpoint and its state; damaged ones are reported and passed over."""
-    for folder in sorted(root.glob("step-*"), reverse=True):
+    for folder in reversed(_by_step(root)):
         try:
             return folder, check_checkpoint(folder)
         except CheckpointError as error:

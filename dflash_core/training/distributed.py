@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 from torch import Tensor, distributed
 
+from dflash_core.errors import CellLostError
+
 
 class CellGroup:
     """This cell among all cells. With one cell nothing is sent."""
@@ -41,7 +43,11 @@ class CellGroup:
             return sums
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([*(g.flatten() for g in grads), sums])
-        distributed.all_reduce(flat)
+        try:
+            distributed.all_reduce(flat)
+            flat[-1].item()  # a GPU reports a lost peer only when it is waited for
+        except RuntimeError as error:
+            raise CellLostError(f"cell {self.rank}: another cell ended; its own error says why") from error
         offset = 0
         for parameter in parameters:
             count = parameter.numel()
