@@ -131,13 +131,14 @@ def export(
 @app.command()
 def analyze(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run folders to compare; the first is the one compared with")],
-    out: Annotated[Path, typer.Option(help="Folder of the report")] = Path("report"),
+    out: Annotated[Path | None, typer.Option(help="Folder of the report; default: reports/RUN below DFLASH_HOME")] = None,
 ) -> None:
     """Compare runs: Parquet tables and a self-contained report.html."""
     from dflash_core.analysis import analyze_runs
     from dflash_core.config import AnalyzeConfig
+    from dflash_core.experiment import workspace
 
-    manifest = analyze_runs(run_dirs, out, AnalyzeConfig())
+    manifest = analyze_runs(run_dirs, out or workspace() / "reports" / run_dirs[0].absolute().name, AnalyzeConfig())
     for line in manifest["summary"]:
         typer.echo(line)
     typer.echo(manifest["paths"]["report_html"])
@@ -149,7 +150,7 @@ def doctor(
     overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option(help="Check the topology against this many GPUs instead of this machine's")] = None,
 ) -> None:
-    """Check an experiment file, its topology, target and data before anything runs."""
+    """Check an experiment file, its topology, its target, and that its data files exist, before anything runs."""
     from dflash_core import experiment as root
 
     _show(root.check(root.load_experiment(experiment, overrides or []), gpus))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,11 @@ def workspace() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"DFLASH_HOME: {folder} cannot be made ({error.strerror})") from None
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"DFLASH_HOME: {folder} cannot be written to ({error.strerror})") from None
     return folder
 
 
@@ -69,8 +75,10 @@ def dataset_folder(config: ExperimentConfig) -> Path:
 
 def prepare(config: ExperimentConfig, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
     """Make the dataset folder, or keep one that is up to date; returns its manifest and `path`."""
-    from dflash_core.data import Dataset, load_tokenizer, prepare_dataset, write_length_histogram
+    from dflash_core.data import Dataset, expand_files, load_tokenizer, prepare_dataset, write_length_histogram
 
+    if config.data.held_out is not None:
+        expand_files([config.data.held_out])  # missed only after hours of training otherwise
     folder = target_folder(config)
     draft_spec(config)  # a target without a mask token, or taps that do not fit, must not cost a preparation
     dataset = dataset_folder(config)
@@ -260,10 +268,14 @@ def _job(config: ExperimentConfig, run_dir: Path) -> TrainingJob:
 
 
 def train_run(config: ExperimentConfig, run_dir: Path) -> dict[str, Any]:
-    """Train or resume one run in this process (one cell of it under `torchrun`); returns the manifest."""
-    from dflash_core.training.cell import run_cell
+    """Train or resume one run in this process (one cell of it under `torchrun`); returns the manifest.
 
-    return run_cell(_job(config, Path(run_dir)))
+    A run that is complete is left as it is; with more steps configured it goes on.
+    """
+    from dflash_core.training.cell import is_complete, run_cell
+
+    job = _job(config, Path(run_dir))
+    return job.run.read_manifest() if is_complete(job) else run_cell(job)
 
 
 def evaluate_run(run_dir: Path, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
@@ -379,7 +391,9 @@ def check(config: ExperimentConfig, num_gpus: int | None = None) -> dict[str, An
         cells = [cell_devices(topology, cell, num_gpus) for cell in range(topology.cells)]
         placed[name] = [{"draft": cell.draft, "targets": list(cell.targets)} for cell in cells]
     result: dict[str, Any] = {"experiment": config.name, "runs": placed}
-    if num_gpus is None:
+    if num_gpus is not None:
+        result["not_checked"] = ["target", "data"]
+    else:
         result["draft"] = draft_spec(config).as_dict()
         result["files"] = [path.as_posix() for path in expand_files(config.data.files)]
         if config.data.held_out is not None:

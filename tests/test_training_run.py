@@ -452,3 +452,12 @@ def test_two_cells_train_what_one_cell_trains(micro_experiment: Path) -> None:
     batches = rows(two, "batches")
     assert sorted(b["seq_no"] for b in batches) == [b["seq_no"] for b in rows(one, "batches")]
     assert {b["cell"] for b in batches} == {0, 1}
+
+
+def test_a_complete_run_is_left_as_it_is_and_goes_on_with_more_steps(micro_experiment: Path, reference: Path) -> None:
+    config = root.load_experiment(reference / "config.yaml")
+    before = (reference / "manifest.json").read_bytes()
+    assert root.train_run(config, reference)["state"] == "completed"
+    assert (reference / "manifest.json").read_bytes() == before
+    more = root.load_experiment(reference / "config.yaml", ["train.max_steps=12", "train.num_epochs=12"])
+    assert root.train_run(more, reference)["num_steps"] == 12

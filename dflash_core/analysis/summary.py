@@ -20,7 +20,7 @@ LABELS = {
     "grad_norm_spikes": "gradient norm spikes",
     "clip_share": "clipped steps",
     "acceptance_length": "acceptance length",
-    "longest_run": "longest bucket run",
+    "longest_run": "longest bucket run, across epochs",
     "longest_run_in_epoch": "longest bucket run inside an epoch",
     "mean_run": "mean bucket run",
     "runs_z": "runs test z (negative: clustered)",

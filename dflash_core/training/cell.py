@@ -87,6 +87,16 @@ class Cell:
         self.sink.log("events", {"kind": kind, "step": step, "cell": self.group.rank, **fields})
 
 
+def is_complete(job: TrainingJob) -> bool:
+    """Whether the run has ended and its newest checkpoint holds all the steps that are configured now."""
+    if job.run.read_manifest()["state"] != "completed":
+        return False
+    found = newest_checkpoint(job.run.checkpoints)
+    lengths = Dataset.open(job.dataset).lengths
+    plan = RunPlan(lengths, job.edges, job.bucketing, job.train, job.topology.cells)
+    return found is not None and int(found[1]["next_step"]) >= plan.num_steps
+
+
 def run_cell(job: TrainingJob) -> dict[str, Any]:
     """Train, or resume, this process's cell of a run; returns the run's manifest.
 
