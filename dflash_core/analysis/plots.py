@@ -188,7 +188,7 @@ def queue_plots(runs: Sequence[Run]) -> list[Plot]:
             figure.add_scatter(x=x, y=_small(y), mode="lines", showlegend=True, **style)
         _layout(figure, "optimizer step", "batches waiting", height=280)
         figure.update_yaxes(range=[0, top * 1.08 + 0.2])
-        caption = "Batches in the queue of each target. At zero loading is slow or the byte budget is used up; at the cap targets are slow."
+        caption = "Batches in the queue of each target. At zero: slow loading, or no byte budget left. At the cap: slow targets."
         plots.append(Plot(f"queue_{number}", f"Queue depths: {run.name}", caption, figure))
     return plots
 

@@ -92,9 +92,11 @@ def is_complete(job: TrainingJob) -> bool:
     if job.run.read_manifest()["state"] != "completed":
         return False
     found = newest_checkpoint(job.run.checkpoints)
+    if found is None or found[1]["counters"]["identity"] != job.identity:
+        return False  # what differs is told when the resume is refused
     lengths = Dataset.open(job.dataset).lengths
     plan = RunPlan(lengths, job.edges, job.bucketing, job.train, job.topology.cells)
-    return found is not None and int(found[1]["next_step"]) >= plan.num_steps
+    return int(found[1]["next_step"]) >= plan.num_steps
 
 
 def run_cell(job: TrainingJob) -> dict[str, Any]:
