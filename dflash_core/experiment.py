@@ -19,7 +19,7 @@ import yaml
 from dflash_core.errors import ConfigError, DataError
 from dflash_core.experiment_file import ExperimentConfig, load_experiment
 from dflash_core.provenance import digest_file, digest_json, digest_weights, write_atomically
-from dflash_core.training.run_folder import RunFolder, now
+from dflash_core.training.run_folder import RunFolder, identity_differences, now
 
 if TYPE_CHECKING:
     from dflash_core.model.spec import DraftSpec
@@ -190,9 +190,8 @@ def create_run(config: ExperimentConfig, run_name: str, run_dir: Path | None = N
     folder = RunFolder(run_dir or workspace() / "runs" / run_id)
     if (folder.path / "manifest.json").exists():
         saved = folder.read_manifest().get("identity", identity)
-        different = sorted(key for key in {*saved, *identity} if saved.get(key) != identity.get(key))
+        different, listed = identity_differences(saved, identity, "there")
         if different:
-            listed = "; ".join(f"{key}: {saved.get(key)} there, {identity.get(key)} now" for key in different)
             raise ConfigError(f"{folder.path}: holds a run with another {', '.join(different)} ({listed})")
     else:
         dataset = dataset_folder(config)

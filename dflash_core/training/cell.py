@@ -37,7 +37,7 @@ from dflash_core.training.distributed import CellGroup
 from dflash_core.training.job import TrainingJob
 from dflash_core.training.loop import DraftTrainer, StepTotals, batch_rows, take_batches
 from dflash_core.training.monitor import Monitor
-from dflash_core.training.run_folder import now
+from dflash_core.training.run_folder import identity_differences, now
 from dflash_core.training.schedule import RunPlan, StepOutline
 from dflash_core.training.target_loop import Ready, run_target
 
@@ -260,9 +260,8 @@ def _resume(job: TrainingJob, trainer: DraftTrainer) -> int:
         return 0
     folder, state = found
     saved = state["counters"]["identity"]
-    different = sorted(key for key in {*saved, *job.identity} if saved.get(key) != job.identity.get(key))
+    different, listed = identity_differences(saved, job.identity, "in the checkpoint")
     if different:
-        listed = "; ".join(f"{key}: {saved.get(key)} in the checkpoint, {job.identity.get(key)} now" for key in different)
         raise CheckpointError(f"{folder}: cannot be resumed with another {', '.join(different)} ({listed})")
     restore(folder, trainer.draft, trainer.optimizer)
     trainer.skipped_in_a_row = int(state["counters"]["skipped_in_a_row"])

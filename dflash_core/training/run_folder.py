@@ -21,6 +21,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def identity_differences(saved: dict[str, Any], current: dict[str, Any], where: str) -> tuple[list[str], str]:
+    """The keys in which two run identities differ, and both values in words; `where` says what `saved` was read from."""
+    different = sorted(key for key in {*saved, *current} if saved.get(key) != current.get(key))
+    return different, "; ".join(f"{key}: {saved.get(key)} {where}, {current.get(key)} now" for key in different)
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Paths below one run folder, and its manifest."""
