@@ -15,6 +15,8 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Order = Literal["diverse", "shuffle", "grouped", "sorted"]
+Strategy = Literal["padded", "packed"]
+RowField = Literal["messages", "prompt", "response", "text", "tools", "id", "source", "finish_reason"]
 Dispatch = Literal["round_robin", "least_loaded", "per_worker"]
 
 
@@ -45,14 +47,28 @@ class DataConfig(Config):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the dataset folder under <workspace>/datasets"
     )
-    files: tuple[str, ...] = Field(min_length=1, description="JSONL files or globs with `messages` rows")
-    held_out: str | None = Field(None, description="JSONL file with held-out prompts for evaluation")
+    files: tuple[str, ...] = Field(
+        min_length=1, description="Files, globs or fsspec URLs: JSONL (plain, .gz, .zst), Parquet, Arrow (docs/data.md)"
+    )
+    columns: dict[RowField, str] = Field(
+        default_factory=dict, description="Names of the rows' columns where they differ from ours, such as {messages: dialog}"
+    )
+    held_out: str | None = Field(None, description="File with held-out prompts for evaluation, in the same formats")
+    template_variables: dict[str, bool | int | str] = Field(
+        default_factory=dict, description="Variables for the chat template, such as {enable_thinking: false}; as in serving"
+    )
+    rewritten_history: Literal["reject", "last_answer", "each_answer"] = Field(
+        "reject",
+        description="Where the template shows earlier turns otherwise than when they were answered: leave the row out, keep"
+        " its last answer, or make one sequence of each answer",
+    )
     max_length: PositiveInt = Field(4096, description="Longest sequence in tokens")
     over_long: Literal["truncate", "drop"] = Field("truncate", description="What happens to longer conversations")
     on_bad_row: Literal["error", "reject"] = Field(
-        "error", description="A malformed row ends preparation with an error, or goes to rejects.parquet"
+        "reject", description="A malformed row goes to rejects.parquet, or ends preparation with an error"
     )
-    shard_sequences: PositiveInt = Field(4096, description="Sequences per Arrow shard")
+    shard_sequences: PositiveInt = Field(4096, description="Most rows that make up one Arrow shard")
+    num_workers: PositiveInt | None = Field(None, description="Processes that tokenize; default: one for each core")
 
 
 class BucketingConfig(Config):
@@ -62,7 +78,18 @@ class BucketingConfig(Config):
     boundaries: Literal["min_padding", "equal_tokens"] | tuple[PositiveInt, ...] = Field(
         "min_padding", description="How boundaries are chosen, or the upper edges themselves"
     )
+    strategy: Strategy = Field(
+        "padded", description="A batch is sequences padded to the longest, or one row of whole sequences, one after the other"
+    )
     token_budget: PositiveInt = Field(8192, description="Most padded tokens in a batch (sequences x longest)")
+    max_sequences: PositiveInt | None = Field(None, description="Most sequences in a batch")
+    quadratic_length: PositiveInt | None = Field(
+        None, description="Length at which attention costs as much as all else; makes long sequences count for more"
+    )
+    sort_window: NonNegativeInt = Field(
+        0, description="Batches whose sequences are drawn at random and then sorted by length; 0: no sorting inside a bucket"
+    )
+    pack_window: PositiveInt = Field(128, description="Rows whose sequences are drawn at random and then fitted together (packed)")
     batches_per_step: PositiveInt = Field(8, description="Batches in one optimizer step, over all cells")
     order: Order = Field("diverse", description="Order of batches; all but diverse exist to be compared with")
 

@@ -18,6 +18,7 @@ class PlannedBatch:
         bucket: length bucket.
         samples: indices of its sequences in the dataset.
         ends_step: True on the cell's last batch of the step.
+        packed: the sequences stand one after the other in a single row, instead of one to a row with padding.
     """
 
     seq_no: int
@@ -28,6 +29,7 @@ class PlannedBatch:
     bucket: int
     samples: tuple[int, ...]
     ends_step: bool
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
