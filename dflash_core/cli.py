@@ -33,6 +33,12 @@ def _show(result: Any) -> None:
     typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
 
 
+def _draw(lines: list[str]) -> None:
+    """For a reader, not for a program: beside the JSON on standard output."""
+    for line in lines:
+        typer.echo(line, err=True)
+
+
 def _log_to(*handlers: logging.Handler) -> None:
     logger = logging.getLogger("dflash_core")
     logger.setLevel(logging.INFO)
@@ -60,21 +66,36 @@ def _options(debug: Annotated[bool, typer.Option("--debug", help="Show traceback
 
 
 @app.command()
-def prepare(experiment: Experiment, overrides: Overrides = None) -> None:
+def prepare(
+    experiment: Experiment,
+    overrides: Overrides = None,
+    show: Annotated[int, typer.Option(min=0, help="Print this many sequences, with supervised tokens in colour")] = 0,
+) -> None:
     """Turn conversations into a dataset folder."""
     from dflash_core import experiment as root
+    from dflash_core.progress import prepare_progress
 
     _log_to(logging.StreamHandler())
-    _show(root.prepare(root.load_experiment(experiment, overrides or [])))
+    config = root.load_experiment(experiment, overrides or [])
+    with prepare_progress() as progress:
+        result = root.prepare(config, progress)
+    _draw(root.describe_dataset(config))
+    if show:
+        for line in root.sample_lines(config, show, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ):
+            typer.echo(line)
+    _show(result)
 
 
 @app.command()
 def plan(experiment: Experiment, overrides: Overrides = None) -> None:
-    """Show bucket boundaries and the statistics of every order."""
+    """Show bucket boundaries, what other numbers of buckets would cost, and the statistics of every order."""
     from dflash_core import experiment as root
+    from dflash_core.progress import prepare_progress
 
     config = root.load_experiment(experiment, overrides or [])
-    root.prepare(config)
+    with prepare_progress() as progress:
+        root.prepare(config, progress)
+    _draw(root.describe_dataset(config))
     _show(root.plan(config))
 
 

@@ -89,7 +89,9 @@ class BucketingConfig(Config):
     sort_window: NonNegativeInt = Field(
         0, description="Batches whose sequences are drawn at random and then sorted by length; 0: no sorting inside a bucket"
     )
-    pack_window: PositiveInt = Field(128, description="Rows whose sequences are drawn at random and then fitted together (packed)")
+    pack_window: PositiveInt = Field(
+        128, description="Rows whose sequences are drawn at random and then fitted together (packed)"
+    )
     batches_per_step: PositiveInt = Field(8, description="Batches in one optimizer step, over all cells")
     order: Order = Field("diverse", description="Order of batches; all but diverse exist to be compared with")
 

@@ -7,9 +7,7 @@ fast.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +15,22 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dflash_core.errors import ConfigError, DataError
+from dflash_core.experiment_data import (
+    dataset_folder,
+    describe_dataset,
+    draft_spec,
+    edges,
+    plan,
+    prepare,
+    sample_lines,
+    target_folder,
+    workspace,
+)
 from dflash_core.experiment_file import ExperimentConfig, load_experiment
-from dflash_core.provenance import digest_file, digest_json, digest_weights, write_atomically
+from dflash_core.provenance import digest_json, digest_weights, write_atomically
 from dflash_core.training.run_folder import RunFolder, identity_differences, now
 
 if TYPE_CHECKING:
-    from dflash_core.model.spec import DraftSpec
     from dflash_core.training.job import TrainingJob
 
 __all__ = [
@@ -30,6 +38,7 @@ __all__ = [
     "analyze",
     "check",
     "create_run",
+    "describe_dataset",
     "evaluate_run",
     "export_run",
     "load_experiment",
@@ -37,6 +46,7 @@ __all__ = [
     "prepare",
     "run_attempt",
     "run_state",
+    "sample_lines",
     "train_command",
     "train_run",
     "workspace",
@@ -45,120 +55,6 @@ __all__ = [
 # What a resumed run may change: none of it reaches the weights except through rounding. `num_epochs` and `max_steps`
 # move the end of the learning-rate schedule, which is the one intended use of changing them.
 SAFE_TO_CHANGE = {"checkpoint_every", "keep_last", "max_skipped_in_a_row", "num_epochs", "max_steps"}
-
-
-def workspace() -> Path:
-    """The folder that everything goes under: `DFLASH_HOME`, or `workspace` in the current folder."""
-    folder = Path(os.environ.get("DFLASH_HOME") or "workspace").absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"DFLASH_HOME: {folder} cannot be made ({error.strerror})") from None
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"DFLASH_HOME: {folder} cannot be written to ({error.strerror})") from None
-    return folder
-
-
-def target_folder(config: ExperimentConfig) -> Path:
-    """The target's Hugging Face folder; converts a packaged GGUF target once."""
-    from dflash_core.model.gguf import resolve_target_folder
-
-    return resolve_target_folder(config.target.path, workspace() / "cache")
-
-
-def dataset_folder(config: ExperimentConfig) -> Path:
-    return workspace() / "datasets" / config.data.name
-
-
-def prepare(config: ExperimentConfig, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """Make the dataset folder, or keep one that is up to date; returns its manifest and `path`."""
-    from dflash_core.data import Dataset, expand_files, load_tokenizer, prepare_dataset, write_length_histogram
-
-    if config.data.held_out is not None:
-        expand_files([config.data.held_out])  # missed only after hours of training otherwise
-    folder = target_folder(config)
-    draft_spec(config)  # a target without a mask token, or taps that do not fit, must not cost a preparation
-    dataset = dataset_folder(config)
-    tokenizer = load_tokenizer(folder)
-    manifest = prepare_dataset(config.data, tokenizer, target=config.target.path, folder=dataset, progress=progress)
-    write_length_histogram(dataset, edges(config, Dataset.open(dataset).lengths))
-    rejected = manifest["num_rejected"]
-    return {
-        "path": str(dataset),
-        **{key: manifest[key] for key in ("fingerprint", "num_sequences", "num_tokens", "num_supervised", "reused")},
-        "num_rejected": sum(rejected.values()) if isinstance(rejected, dict) else rejected,
-        "rejected_by_reason": rejected,
-    }
-
-
-def edges(config: ExperimentConfig, lengths: Any) -> tuple[int, ...]:
-    """Upper bucket boundaries, chosen or checked."""
-    from dflash_core.bucketing import choose_boundaries, validate_boundaries
-
-    bucketing = config.bucketing
-    if isinstance(bucketing.boundaries, str):
-        return choose_boundaries(lengths, bucketing.num_buckets, bucketing.boundaries)
-    return tuple(validate_boundaries(bucketing.boundaries, lengths))
-
-
-def plan(config: ExperimentConfig) -> dict[str, Any]:
-    """Boundaries, and the statistics of the first epoch in every order.
-
-    Returns:
-        `edges`, `padding_efficiency`, `num_batches`, `num_steps`, `bucket_pct` (share of batches) and `orders`.
-    """
-    import numpy as np
-
-    from dflash_core.bucketing import order_statistics, plan_epoch
-    from dflash_core.data import Dataset
-
-    lengths = Dataset.open(dataset_folder(config)).lengths
-    chosen = edges(config, lengths)
-    orders: dict[str, Any] = {}
-    shares: list[float] = []
-    for order in ("diverse", "shuffle", "grouped", "sorted"):
-        epoch = plan_epoch(
-            lengths,
-            chosen,
-            token_budget=config.bucketing.token_budget,
-            batches_per_step=config.bucketing.batches_per_step,
-            num_cells=config.topology.cells,
-            order=order,
-            seed=config.train.seed,
-        )
-        orders[order] = order_statistics(
-            epoch.bucket,
-            step=epoch.step,
-            mean_length=epoch.mean_length,
-            num_buckets=len(chosen),
-            num_tokens=epoch.num_tokens,
-            num_padded_tokens=epoch.num_padded_tokens,
-        ).as_dict()
-        counts = np.bincount(epoch.bucket, minlength=len(chosen))
-        shares = [round(100.0 * int(n) / epoch.num_batches, 2) for n in counts]
-    return {
-        "edges": list(chosen),
-        "padding_efficiency": orders["diverse"]["padding_efficiency"],
-        "num_batches": epoch.num_batches,
-        "num_steps": epoch.num_steps,
-        "bucket_pct": shares,
-        "orders": orders,
-    }
-
-
-def draft_spec(config: ExperimentConfig) -> DraftSpec:
-    """The draft's shape; raises ConfigError where draft, taps or mask token do not fit the target."""
-    from dflash_core.data import load_tokenizer, mask_token_id
-    from dflash_core.model.spec import DraftSpec
-    from dflash_core.model.target import read_target_shape
-
-    folder = target_folder(config)
-    shape = read_target_shape(folder)
-    mask = mask_token_id(load_tokenizer(folder), config.target.mask_token_id, shape.vocab_size, config.target.path)
-    return DraftSpec.build(config.draft, shape, mask)
 
 
 def _identity(config: ExperimentConfig) -> dict[str, Any]:
@@ -285,7 +181,7 @@ def evaluate_run(run_dir: Path, progress: Callable[[int, int], None] | None = No
     Raises:
         DataError: there is no checkpoint or no held-out file.
     """
-    from dflash_core.data import expand_files
+    from dflash_core.data import content_identity, expand_files
     from dflash_core.export import export_checkpoint
     from dflash_core.training.checkpoint import newest_checkpoint
 
@@ -297,8 +193,9 @@ def evaluate_run(run_dir: Path, progress: Callable[[int, int], None] | None = No
     if config.data.held_out is None:
         raise DataError(f"{run.config}: data.held_out names no file; evaluation needs held-out prompts")
     checkpoint, state = found
-    prompts = [digest_file(path) for path in expand_files([config.data.held_out])]
-    done = digest_json([config.evaluate.model_dump(mode="json"), state["digests"], prompts])
+    prompts = [content_identity(file) for file in expand_files([config.data.held_out])]
+    shown_as = [dict(config.data.columns), dict(config.data.template_variables)]
+    done = digest_json([config.evaluate.model_dump(mode="json"), state["digests"], prompts, shown_as])
     if manifest.get("evaluation_digest") == done and (run.export / "model.safetensors").exists():
         return dict(manifest["evaluation"])
     measured = _measure(config, run, checkpoint, state["next_step"], progress)
@@ -330,7 +227,13 @@ def _measure(
         raise DataError(f"{run.config}: describes another draft or target than {checkpoint}")
     target = FrozenTarget(folder, spec.target_layer_ids, config.target.dtype, config.target.attn_implementation, device)
     settings, manifest = config.evaluate, run.read_manifest()
-    prompts = read_prompts(Path(config.data.held_out or ""), load_tokenizer(folder), settings.max_prompts)
+    prompts = read_prompts(
+        config.data.held_out or "",
+        load_tokenizer(folder),
+        settings.max_prompts,
+        columns=config.data.columns,
+        template_variables=config.data.template_variables,
+    )
     baseline = Baseline(target, settings.max_new_tokens) if settings.check_lossless else None
     trained = evaluate_draft(target, draft.to(device), prompts, settings.max_new_tokens, baseline, progress)
     rows, untrained = trained.rows("trained", step), None
@@ -394,7 +297,7 @@ def check(config: ExperimentConfig, num_gpus: int | None = None) -> dict[str, An
         result["not_checked"] = ["target", "data"]
     else:
         result["draft"] = draft_spec(config).as_dict()
-        result["files"] = [path.as_posix() for path in expand_files(config.data.files)]
+        result["files"] = [file.url for file in expand_files(config.data.files)]
         if config.data.held_out is not None:
             expand_files([config.data.held_out])
     return result

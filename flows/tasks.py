@@ -75,12 +75,15 @@ class Progress:
 def prepare(config: ExperimentConfig) -> dict[str, Any]:
     """Conversations to a dataset folder; adopts an unchanged one."""
     from dflash_core import experiment
+    from dflash_core.progress import ProgressLog
 
-    dataset = experiment.prepare(config, progress=Progress("prepare: rows"))
+    dataset = experiment.prepare(config, progress=ProgressLog(every_s=5.0))
     log.info(
         "dataset %s: %d sequences, %d tokens, %d rejected%s", config.data.name, dataset["num_sequences"], dataset["num_tokens"],
         dataset["num_rejected"], " (unchanged, used again)" if dataset.get("reused") else "",
     )  # fmt: skip
+    for line in experiment.describe_dataset(config):
+        log.info("%s", line)
     return dataset
 
 

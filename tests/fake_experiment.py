@@ -63,6 +63,7 @@ def load_experiment(path: str | Path, overrides: Any = ()) -> Experiment:
 
 
 def check(config: Experiment, num_gpus: int | None = None) -> dict[str, Any]:
+    from dflash_core.data import PrepareProgress
     from dflash_core.errors import DataError
 
     if text := config.document.get("fail_check"):
@@ -77,14 +78,19 @@ def workspace() -> Path:
 
 
 def prepare(config: Experiment, progress: Any = None) -> dict[str, Any]:
+    from dflash_core.data import PrepareProgress
     from dflash_core.errors import DataError
 
     if text := config.document.get("fail_prepare"):
         raise DataError(text)
     if config.document.get("defect"):
         raise ZeroDivisionError("a defect of ours")
-    progress(1)
+    progress(PrepareProgress(2, 0, 20, 1, 1, 1, 1, 0))
     return {"path": str(workspace() / "datasets"), "num_sequences": 2, "num_tokens": 20, "num_rejected": 0, "reused": False}
+
+
+def describe_dataset(config: Experiment) -> list[str]:
+    return ["0-8 tokens #####"]
 
 
 def plan(config: Experiment) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from dflash_core.analysis import SCHEMA_VERSION, analyze_runs
-from dflash_core.analysis.plots import log_ticks, thin
+from dflash_core.analysis.plots import length_plot, log_ticks, thin
 from dflash_core.analysis.summary import number
 from dflash_core.analysis.tables import TABLES
 from dflash_core.config import AnalyzeConfig
@@ -257,3 +257,19 @@ def test_thinning_keeps_every_extreme_and_log_ticks_label_one_decade() -> None:
     assert len(x) <= 400 and {50.0, -50.0} <= set(kept) and (np.diff(x) > 0).all()
     assert log_ticks([np.array([0.3, 1.8, np.nan, 0.0])]) == [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
     assert log_ticks([np.array([0.001, 100.0])])[:3] == [0.001, 0.01, 0.1] and log_ticks([np.array([])]) == [1.0]
+
+
+def test_the_length_plot_stacks_the_largest_sources_and_joins_the_rest() -> None:
+    rows = [(source, lower, size) for size, source in enumerate("abcdefghi", start=1) for lower in (0, 8)]
+    bins = pd.DataFrame(
+        {
+            "source": [source for source, _, _ in rows],
+            "lower": [lower for _, lower, _ in rows],
+            "upper": [lower + 8 for _, lower, _ in rows],
+            "num_sequences": [size for _, _, size in rows],
+        }
+    )
+    figure = length_plot(bins, pd.DataFrame({"upper": [8, 16]})).figure
+    drawn = {trace.name: list(trace.y) for trace in figure.data}
+    assert drawn == {"i": [9, 9], "h": [8, 8], "g": [7, 7], "f": [6, 6], "e": [5, 5], "d": [4, 4], "other sources": [6, 6]}
+    assert figure.layout.barmode == "stack" and len(figure.layout.shapes) == 1

@@ -22,6 +22,8 @@ MAX_POINTS = 1500
 MAX_QUEUE_PLOTS = 6
 # The single steps of more runs than these would hide each other.
 MAX_RAW_SERIES = 4
+MAX_SOURCES = 6
+OTHER_SOURCES = "other sources"
 
 
 @dataclass(frozen=True)
@@ -161,18 +163,32 @@ def _mark(figure: go.Figure, x: float, text: str, dash: str, height: float) -> N
 
 
 def length_plot(bins: pd.DataFrame, histogram: pd.DataFrame) -> Plot:
-    """Lengths of the dataset (`length_bins`) and the bucket boundaries (`length_histogram`)."""
-    total = bins.groupby(["lower", "upper"], as_index=False)["num_sequences"].sum()
-    lower, upper = total["lower"].to_numpy(dtype=float), total["upper"].to_numpy(dtype=float)
-    bars = {"x": (lower + upper) / 2, "width": upper - lower, "y": total["num_sequences"].to_numpy()}
-    figure = go.Figure(go.Bar(**bars, marker={"color": colour(0), "line": {"width": 0}}, name="sequences", showlegend=False))
+    """Lengths of the dataset by source (`length_bins`), and the bucket boundaries (`length_histogram`)."""
+    figure = go.Figure()
+    for number, (source, part) in enumerate(_by_source(bins)):
+        lower, upper = part["lower"].to_numpy(dtype=float), part["upper"].to_numpy(dtype=float)
+        bars = {"x": (lower + upper) / 2, "width": upper - lower, "y": part["num_sequences"].to_numpy()}
+        figure.add_bar(**bars, marker={"color": colour(number), "line": {"width": 0}}, name=escape(source))
     _layout(figure, "sequence length, tokens", "sequences")
+    figure.update_layout(barmode="stack")
     for edge in histogram["upper"].to_numpy(dtype=float)[:-1]:
         figure.add_vline(x=edge, line={"dash": "dash", "width": 1, "color": "#888888"})
     caption = (
-        "Sequences of the dataset by length. Dashed: boundaries between the buckets; lengths up to a boundary lie left of it."
+        "Sequences of the dataset by length and source. Dashed: boundaries between the buckets; lengths up to a boundary lie "
+        "left of it."
     )
     return Plot("lengths", "Sequence lengths and bucket boundaries", caption, figure)
+
+
+def _by_source(bins: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Bins of the largest sources, and those of all others together, each with one row per bin."""
+    if "source" not in bins.columns:
+        bins = bins.assign(source="sequences")
+    largest = bins.groupby("source")["num_sequences"].sum().sort_values(ascending=False, kind="stable").index[:MAX_SOURCES]
+    shown = bins["source"].where(bins["source"].isin(largest), OTHER_SOURCES)
+    sums = bins.assign(source=shown).groupby(["source", "lower", "upper"], as_index=False)["num_sequences"].sum()
+    names = [name for name in [*largest, OTHER_SOURCES] if (sums["source"] == name).any()]
+    return [(str(name), sums[sums["source"] == name]) for name in names]
 
 
 def queue_plots(runs: Sequence[Run]) -> list[Plot]:

@@ -1,0 +1,180 @@
+"""The data side of an experiment: its folders, the prepared dataset, its buckets, and the plans of an epoch.
+
+`dflash_core.experiment` joins this with training; the command line uses it alone for `prepare` and `plan`. Nothing here
+needs torch, but for the target's shape.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_core.errors import ConfigError
+from dflash_core.experiment_file import ExperimentConfig
+
+if TYPE_CHECKING:
+    from dflash_core.bucketing import EpochPlan
+    from dflash_core.data import PrepareProgress
+    from dflash_core.model.spec import DraftSpec
+
+ORDERS = ("diverse", "shuffle", "grouped", "sorted")
+
+
+def workspace() -> Path:
+    """The folder that everything goes under: `DFLASH_HOME`, or `workspace` in the current folder."""
+    folder = Path(os.environ.get("DFLASH_HOME") or "workspace").absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"DFLASH_HOME: {folder} cannot be made ({error.strerror})") from None
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"DFLASH_HOME: {folder} cannot be written to ({error.strerror})") from None
+    return folder
+
+
+def target_folder(config: ExperimentConfig) -> Path:
+    """The target's Hugging Face folder; converts a packaged GGUF target once."""
+    from dflash_core.model.gguf import resolve_target_folder
+
+    return resolve_target_folder(config.target.path, workspace() / "cache")
+
+
+def dataset_folder(config: ExperimentConfig) -> Path:
+    """Where the experiment's dataset is, or will be."""
+    return workspace() / "datasets" / config.data.name
+
+
+def draft_spec(config: ExperimentConfig) -> DraftSpec:
+    """The draft's shape; raises ConfigError where draft, taps or mask token do not fit the target."""
+    from dflash_core.data import load_tokenizer, mask_token_id
+    from dflash_core.model.spec import DraftSpec
+    from dflash_core.model.target import read_target_shape
+
+    folder = target_folder(config)
+    shape = read_target_shape(folder)
+    mask = mask_token_id(load_tokenizer(folder), config.target.mask_token_id, shape.vocab_size, config.target.path)
+    return DraftSpec.build(config.draft, shape, mask)
+
+
+def prepare(config: ExperimentConfig, progress: Callable[[PrepareProgress], None] | None = None) -> dict[str, Any]:
+    """Make the dataset folder, or keep one that is up to date; returns what its manifest says, and `path`."""
+    from dflash_core.data import Dataset, expand_files, load_tokenizer, prepare_dataset, write_length_histogram
+
+    if config.data.held_out is not None:
+        expand_files([config.data.held_out])  # missed only after hours of training otherwise
+    folder = target_folder(config)
+    draft_spec(config)  # a target without a mask token, or taps that do not fit, must not cost a preparation
+    dataset = dataset_folder(config)
+    tokenizer = load_tokenizer(folder)
+    manifest = prepare_dataset(config.data, tokenizer, target=config.target.path, folder=dataset, progress=progress)
+    write_length_histogram(dataset, edges(config, Dataset.open(dataset).lengths))
+    copied = ("fingerprint", "num_sequences", "num_tokens", "num_supervised", "num_truncated", "reused")
+    return {
+        "path": str(dataset),
+        **{key: manifest[key] for key in copied},
+        "num_rejected": sum(manifest["num_rejected"].values()),
+        "rejected_by_reason": manifest["num_rejected"],
+    }
+
+
+def describe_dataset(config: ExperimentConfig, width: int = 100) -> list[str]:
+    """Lines that draw the prepared dataset's buckets: their share of sequences, tokens and supervised tokens."""
+    from dflash_core.data import draw_histogram
+
+    return draw_histogram(dataset_folder(config), width)
+
+
+def sample_lines(config: ExperimentConfig, count: int, *, colour: bool) -> Iterator[str]:
+    """Lines that show `count` sequences, spread evenly over the prepared dataset, with supervised tokens marked."""
+    from dflash_core.data import Dataset, load_tokenizer, show_samples
+
+    dataset = Dataset.open(dataset_folder(config))
+    count = min(count, len(dataset))
+    chosen = [number * len(dataset) // count for number in range(count)]
+    samples = ((f"{dataset.sample_id(i)} ({dataset.sources[i]})", *dataset.tokens(i)) for i in chosen)
+    return show_samples(samples, load_tokenizer(target_folder(config)), colour=colour)
+
+
+def edges(config: ExperimentConfig, lengths: Any) -> tuple[int, ...]:
+    """Upper bucket boundaries, chosen or checked."""
+    from dflash_core.bucketing import choose_boundaries, validate_boundaries
+
+    bucketing = config.bucketing
+    if not isinstance(bucketing.boundaries, str):
+        return tuple(validate_boundaries(bucketing.boundaries, lengths))
+    return choose_boundaries(
+        lengths,
+        bucketing.num_buckets,
+        bucketing.boundaries,
+        bucketing.token_budget,
+        max_sequences=bucketing.max_sequences,
+        quadratic_length=bucketing.quadratic_length,
+    )
+
+
+def plan(config: ExperimentConfig) -> dict[str, Any]:
+    """Boundaries, what other numbers of buckets would cost, and the statistics of the first epoch in every order.
+
+    Returns:
+        `edges`, `strategy`, `padding_efficiency`, `budget_fill`, `num_batches`, `num_steps`, `bucket_pct` (share of batches),
+        `num_buckets_compared` (random batches with 1 to 16 buckets) and `orders`: for each order the statistics of all
+        batches, with those of `steps` and `cells` below them.
+    """
+    import numpy as np
+
+    from dflash_core.bucketing import padding_efficiency_table, plan_epoch, plan_levels
+    from dflash_core.data import Dataset
+
+    lengths = Dataset.open(dataset_folder(config)).lengths
+    chosen, bucketing = edges(config, lengths), config.bucketing
+    orders: dict[str, Any] = {}
+    epoch: EpochPlan | None = None
+    for order in ORDERS:
+        epoch = plan_epoch(
+            lengths,
+            chosen,
+            token_budget=bucketing.token_budget,
+            batches_per_step=bucketing.batches_per_step,
+            num_cells=config.topology.cells,
+            order=order,  # type: ignore[arg-type]
+            seed=config.train.seed,
+            strategy=bucketing.strategy,
+            max_sequences=bucketing.max_sequences,
+            quadratic_length=bucketing.quadratic_length,
+            sort_window=bucketing.sort_window,
+            pack_window=bucketing.pack_window,
+        )
+        levels = plan_levels(epoch)
+        orders[order] = levels.flat.as_dict() | {
+            "steps": levels.steps.as_dict(),
+            "cells": [cell.as_dict() for cell in levels.cells] if config.topology.cells > 1 else [],
+        }
+    assert epoch is not None
+    counts = np.bincount(epoch.bucket, minlength=len(chosen))
+    strategy = bucketing.boundaries if isinstance(bucketing.boundaries, str) else "min_padding"
+    return {
+        "edges": list(chosen),
+        "strategy": bucketing.strategy,
+        "padding_efficiency": orders["diverse"]["padding_efficiency"],
+        "budget_fill": round(epoch.budget_fill, 4),
+        "num_batches": epoch.num_batches,
+        "num_steps": epoch.num_steps,
+        "bucket_pct": [round(100.0 * int(n) / epoch.num_batches, 2) for n in counts],
+        "num_buckets_compared": [
+            row.as_dict()
+            for row in padding_efficiency_table(
+                lengths,
+                bucketing.token_budget,
+                strategy,
+                max_sequences=bucketing.max_sequences,
+                quadratic_length=bucketing.quadratic_length,
+            )
+        ],
+        "orders": orders,
+    }
