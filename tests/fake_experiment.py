@@ -63,7 +63,6 @@ def load_experiment(path: str | Path, overrides: Any = ()) -> Experiment:
 
 
 def check(config: Experiment, num_gpus: int | None = None) -> dict[str, Any]:
-    from dflash_core.data import PrepareProgress
     from dflash_core.errors import DataError
 
     if text := config.document.get("fail_check"):
