@@ -194,12 +194,14 @@ def test_each_epoch_is_planned_once_to_be_counted_and_once_to_be_trained(planner
 
 
 def test_a_resumed_run_plans_no_epoch_that_lies_behind(planner: Planner) -> None:
-    plan = make_plan()
-    middle = plan.num_steps - 2
-    planner.epochs.clear()
-    first = plan.first_position(0, middle)
-    assert next(batch.position for batch in plan.batches(0, middle)) == first and list(plan.outlines(0, middle))
-    assert planner.epochs == [4]
+    sizes = [make_plan().epoch_plan(epoch).num_steps for epoch in range(5)]
+    for from_step in (sum(sizes[:4]), sum(sizes[:4]) + 1, sum(sizes) - 1):
+        plan = make_plan()
+        planner.epochs.clear()
+        first = plan.first_position(0, from_step)
+        assert next(batch.position for batch in plan.batches(0, from_step)) == first
+        assert [outline.step for outline in plan.outlines(0, from_step)] == list(range(from_step, plan.num_steps))
+        assert planner.epochs == [4]
 
 
 def test_bytes_are_known_before_loading(planner: Planner) -> None:

@@ -140,6 +140,20 @@ def test_context_positions_begin_again_with_every_document() -> None:
             torch.testing.assert_close(layer.key[:, :, place], alone.key, rtol=1e-5, atol=1e-5)
 
 
+def test_blocks_stand_where_their_document_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, real = Row(), draft_module.rotary_angles
+    seen: list[list[int]] = []
+
+    def noting(positions: torch.Tensor, *rest: Any) -> Any:
+        seen.append(positions.flatten().tolist())
+        return real(positions, *rest)
+
+    monkeypatch.setattr(draft_module, "rotary_angles", noting)
+    row.run(make_draft())
+    context = [place for length in LENGTHS for place in range(length)]
+    assert seen == [context, [anchor + k for own in ANCHORS for anchor in own for k in range(SPEC.block_size)]]
+
+
 def test_nothing_outside_the_document_and_nothing_from_the_anchor_on_matters(group: int) -> None:
     row, draft = Row(), make_draft()
     before = row.run(draft)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,17 @@ def test_topology_does_not_change_the_losses_of_packed_rows(
     )
     assert_same_run(packed, other)
     assert len({row["target"] for row in rows(other, "batches")}) == targets
+
+
+@pytest.mark.slow
+def test_two_cells_train_the_packed_rows_of_one(micro_experiment: Path, packed: Path) -> None:
+    two = start(micro_experiment, "two", PACKED, "topology.cells=2")
+    done = subprocess.run(root.train_command(two), capture_output=True, text=True, timeout=110, env=dict(os.environ), check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert losses(two) == pytest.approx(losses(packed), rel=1e-4)  # only the order of summation differs
+    batches = rows(two, "batches")
+    assert {row["cell"] for row in batches} == {0, 1}
+    assert sorted(row["seq_no"] for row in batches) == [row["seq_no"] for row in rows(packed, "batches")]
 
 
 def test_a_packed_run_that_failed_midway_resumes_exactly(
