@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -112,7 +111,9 @@ def main() -> None:
             pin=False,
         )
         plans = {strategy: plan_of(config, dataset.lengths, strategy) for strategy in STRATEGIES}
-        spent = {strategy: Spent(list(islice(plan.batches(0), num_batches))) for strategy, plan in plans.items()}
+        planned = {strategy: list(plan.batches(0)) for strategy, plan in plans.items()}
+        num_batches = min(num_batches, *map(len, planned.values()))
+        spent = {strategy: Spent(batches[:num_batches]) for strategy, batches in planned.items()}
         trainers = {
             strategy: DraftTrainer(
                 DFlashDraft(spec).initialise(0), target.embedding_VH, target.head_VH, config.train, 1000, 6, CellGroup()
