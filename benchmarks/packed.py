@@ -4,7 +4,8 @@
 
 Takes the demo's own settings (6 buckets, its token budget, its draft) and trains the first batches of an epoch in both
 strategies, in turns in one process, so that a busy machine slows both down alike. Prints the time per 1000 real tokens of
-the target's forward pass and of the drafter's step, and how many times as many tokens per second packed rows train.
+the target's forward pass and of the drafter's step, the share of real tokens among those computed and in the budget, and
+how many times as many tokens per second packed rows train.
 Preparing the corpus goes into a temporary workspace.
 """
 
@@ -44,6 +45,7 @@ class Spent:
 
     batches: list[PlannedBatch]
     num_tokens: int = 0
+    num_padded: int = 0
     num_anchors: int = 0
     num_sequences: int = 0
     load_s: float = 0.0
@@ -68,6 +70,7 @@ def train(batch: PlannedBatch, spent: Spent, collator: Collator, target: FrozenT
     spent.target_s += served - loaded
     spent.load_s += loaded - started
     spent.num_tokens += shape.num_tokens
+    spent.num_padded += shape.num_padded_tokens
     spent.num_anchors += shape.num_anchors
     spent.num_sequences += shape.num_sequences
 
@@ -79,13 +82,14 @@ def plan_of(config: ExperimentConfig, lengths: object, strategy: Strategy) -> Ru
 
 
 def report(spent: dict[Strategy, Spent], num_steps: dict[Strategy, int], token_budget: int) -> None:
-    head = ("fill", "tokens", "sequences", "anchors", "load", "target", "drafter", "tokens/s", "steps/epoch")
+    head = ("efficiency", "fill", "tokens", "sequences", "anchors", "load", "target", "drafter", "tokens/s", "steps/epoch")
     print(f"{'':8}" + "".join(f"{name:>12}" for name in head))
     for strategy, s in spent.items():
         n, k = len(s.batches), s.num_tokens / 1000
         values = (s.num_tokens / n, s.num_sequences / n, s.num_anchors / n, 1e3 * s.load_s / k, 1e3 * s.target_s / k)
         row = "".join(f"{value:12.1f}" for value in (*values, 1e3 * s.draft_s / k, s.tokens_per_s))
-        print(f"{strategy:8}{s.num_tokens / (n * token_budget):12.3f}{row}{num_steps[strategy]:12d}")
+        shares = "".join(f"{s.num_tokens / whole:12.3f}" for whole in (s.num_padded, n * token_budget))
+        print(f"{strategy:8}{shares}{row}{num_steps[strategy]:12d}")
     padded, packed = (spent[strategy] for strategy in STRATEGIES)
     print(f"packed / padded: tokens/s {packed.tokens_per_s / padded.tokens_per_s:.2f}")
 
