@@ -6,6 +6,8 @@ once) and from the block, through the same projections. A query of anchor `a` se
 up to its last anchor and the group's own blocks: a fused attention kernel does the rest, and the cost is about
 Q x S / 2 for Q block positions and not Q x (S + Q) (measured in benchmarks/draft_attention.py).
 
+In a packed row a query sees its own document's context alone, and positions count from the document's start.
+
 Shapes: R rows, S context positions, A anchors, K slots of a block, D hidden, T taps, N query heads, M key-value heads,
 G = N / M, E head dimension. The embedding and the head are the target's and are not part of this module.
 """
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dflash_core.model.documents import Documents, Windows, context_windows
 from dflash_core.model.spec import DraftSpec
 
 # Neighbouring anchors that share one attention call. On a CPU small groups are fastest (benchmarks/draft_attention.py); on a
@@ -61,32 +64,60 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class AnchorGroup(NamedTuple):
     """Anchors `first` to `last` of every row, the context they can reach, and what each of their slots sees.
 
-    `seen` is [R, 1, Q, length + Q] for the group's Q queries: context strictly before the anchor, and the own block.
+    The context is that from `begin` to `end`. `seen` is [R, 1, Q, end - begin + Q] for the group's Q queries: context of
+    the document strictly before the anchor, and the own block, so that no query is left without a key.
     """
 
     first: int
     last: int
-    length: int
+    begin: int
+    end: int
     seen: Tensor
 
 
-def anchor_groups(anchors_RA: Tensor, num_slots: int, context_length: int) -> list[AnchorGroup]:
+def group_size(device: torch.device) -> int:
+    """Neighbouring anchors that share one attention call on this kind of device."""
+    return ANCHORS_PER_GROUP.get(device.type, 128)
+
+
+def _windows(anchors_RA: Tensor, starts_RA: Tensor | None, context_length: int) -> Windows:
+    size = group_size(anchors_RA.device)
+    if anchors_RA.is_cuda:  # reading the bounds would wait for the device
+        return [(0, context_length)] * -(-anchors_RA.shape[1] // size)
+    starts = torch.zeros_like(anchors_RA) if starts_RA is None else starts_RA
+    return [(begin, min(context_length, end)) for begin, end in context_windows(anchors_RA, starts, size)]
+
+
+def anchor_groups(
+    anchors_RA: Tensor,
+    num_slots: int,
+    context_length: int,
+    starts_RA: Tensor | None = None,
+    windows: Windows | None = None,
+) -> list[AnchorGroup]:
     """Cut the anchors into groups of neighbours. Shared by all layers of a forward pass.
 
-    Anchors are sorted, so a group needs the context only up to its last anchor; reading that bound on a GPU would wait
-    for the device, so there the whole context is taken.
+    Anchors are sorted, so a group needs the context only from the first start of its documents to its last anchor.
+
+    Args:
+        starts_RA: where the anchor's document starts; None: every row is one sequence.
+        windows: context of each group, where it is known already (`context_windows`); None looks it up on a CPU, and takes
+            the whole context on a GPU.
     """
     groups = []
-    size = ANCHORS_PER_GROUP.get(anchors_RA.device.type, 128)
+    size = group_size(anchors_RA.device)
     slots = torch.arange(size, device=anchors_RA.device).repeat_interleave(num_slots)
-    for first in range(0, anchors_RA.shape[1], size):
+    windows = _windows(anchors_RA, starts_RA, context_length) if windows is None else windows
+    for first, (begin, end) in zip(range(0, anchors_RA.shape[1], size), windows, strict=True):
         group = anchors_RA[:, first : first + size]
-        length = context_length if group.is_cuda else min(context_length, int(group.max()))
+        places = torch.arange(begin, end, device=group.device)
         # Strictly before the anchor: seeing position a itself would leak the next token.
-        before = torch.arange(length, device=group.device) < group.repeat_interleave(num_slots, dim=1).unsqueeze(-1)
+        seen = places < group.repeat_interleave(num_slots, dim=1).unsqueeze(-1)
+        if starts_RA is not None:
+            seen &= places >= starts_RA[:, first : first + size].repeat_interleave(num_slots, dim=1).unsqueeze(-1)
         own = slots[: group.shape[1] * num_slots]
         same = (own.unsqueeze(1) == own.unsqueeze(0)).expand(len(group), -1, -1)
-        groups.append(AnchorGroup(first, first + group.shape[1], length, torch.cat([before, same], dim=-1).unsqueeze(1)))
+        groups.append(AnchorGroup(first, first + group.shape[1], begin, end, torch.cat([seen, same], dim=-1).unsqueeze(1)))
     return groups
 
 
@@ -119,9 +150,9 @@ class DraftAttention(nn.Module):
         block = self.key_value(x, cos, sin)
         mixed = []
         for group in groups:
-            own = slice(group.first * slots, group.last * slots)
-            key = torch.cat([context.key[:, :, : group.length], block.key[:, :, own]], dim=2)
-            value = torch.cat([context.value[:, :, : group.length], block.value[:, :, own]], dim=2)
+            own, reach = slice(group.first * slots, group.last * slots), slice(group.begin, group.end)
+            key = torch.cat([context.key[:, :, reach], block.key[:, :, own]], dim=2)
+            value = torch.cat([context.value[:, :, reach], block.value[:, :, own]], dim=2)
             if key.is_cuda:  # with grouped heads and a mask, a GPU may fall back to a kernel that keeps all scores
                 key, value = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (key, value))
             gqa = key.shape[1] != self.num_heads
@@ -189,26 +220,52 @@ class DFlashDraft(nn.Module):
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, scale, generator=generator))
         return self
 
-    def context(self, features_RSF: Tensor, first_position: int = 0) -> list[KeyValue]:
-        """Keys and values of the context for every layer, from features [R, S, T * D] at consecutive positions."""
+    def context(self, features_RSF: Tensor, first_position: int = 0, positions_RS: Tensor | None = None) -> list[KeyValue]:
+        """Keys and values of the context for every layer, from features [R, S, T * D].
+
+        They stand at `positions_RS`, by default at consecutive positions from `first_position` on.
+        """
         states = self.hidden_norm(self.fc(features_RSF))
-        positions = torch.arange(first_position, first_position + states.shape[1], device=states.device)
-        cos, sin = rotary_angles(positions.unsqueeze(0), self.spec.head_dim, self.spec.rope_theta)
+        if positions_RS is None:
+            last = first_position + states.shape[1]
+            positions_RS = torch.arange(first_position, last, device=states.device).unsqueeze(0)
+        cos, sin = rotary_angles(positions_RS, self.spec.head_dim, self.spec.rope_theta)
         return [layer.self_attn.key_value(states, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
 
-    def blocks(self, x_RAKD: Tensor, context: list[KeyValue], anchors_RA: Tensor) -> Tensor:
-        """Final states [R, A, K, D] of embedded blocks whose slot 0 stands at `anchors_RA`."""
+    def blocks(
+        self,
+        x_RAKD: Tensor,
+        context: list[KeyValue],
+        anchors_RA: Tensor,
+        starts_RA: Tensor | None = None,
+        windows: Windows | None = None,
+    ) -> Tensor:
+        """Final states [R, A, K, D] of embedded blocks whose slot 0 stands at `anchors_RA`; see `anchor_groups`."""
         slots = torch.arange(x_RAKD.shape[2], device=x_RAKD.device)
-        cos, sin = rotary_angles(anchors_RA.unsqueeze(-1) + slots, self.spec.head_dim, self.spec.rope_theta)
-        groups = anchor_groups(anchors_RA, x_RAKD.shape[2], context[0].key.shape[2])
+        positions_RA = anchors_RA if starts_RA is None else anchors_RA - starts_RA
+        cos, sin = rotary_angles(positions_RA.unsqueeze(-1) + slots, self.spec.head_dim, self.spec.rope_theta)
+        groups = anchor_groups(anchors_RA, x_RAKD.shape[2], context[0].key.shape[2], starts_RA, windows)
         for layer, key_value in zip(self.layers, context, strict=True):
             x_RAKD = layer(x_RAKD, key_value, groups, cos, sin)
         out: Tensor = self.norm(x_RAKD)
         return out
 
-    def forward(self, features_RSF: Tensor, x_RAKD: Tensor, anchors_RA: Tensor) -> Tensor:
-        """Training form: whole rows of context and all their blocks; returns final states [R, A, K, D]."""
-        return self.blocks(x_RAKD, self.context(features_RSF), anchors_RA)
+    def forward(
+        self,
+        features_RSF: Tensor,
+        x_RAKD: Tensor,
+        anchors_RA: Tensor,
+        documents: Documents | None = None,
+        windows: Windows | None = None,
+    ) -> Tensor:
+        """Training form: whole rows of context and all their blocks; returns final states [R, A, K, D].
+
+        Packed rows come with their `documents`, and on a GPU with the `windows` of their groups of anchors.
+        """
+        if documents is None:
+            return self.blocks(x_RAKD, self.context(features_RSF), anchors_RA)
+        context = self.context(features_RSF, positions_RS=documents.positions_RS)
+        return self.blocks(x_RAKD, context, anchors_RA, documents.starts_RA, windows)
 
 
 def embed_blocks(embedding_VD: Tensor, anchor_tokens_RA: Tensor, spec: DraftSpec) -> Tensor:

@@ -31,7 +31,7 @@ from dflash_core.pipeline import BatchPrefetcher, PrefetchSettings, ReorderBuffe
 from dflash_core.provenance import digest_json, provenance, write_json
 from dflash_core.records import PlannedBatch
 from dflash_core.training.checkpoint import CheckpointWriter, newest_checkpoint, restore, take_snapshot
-from dflash_core.training.collate import Collator
+from dflash_core.training.collate import Collator, batch_bytes
 from dflash_core.training.devices import CellDevices, cell_devices
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.job import TrainingJob
@@ -203,10 +203,8 @@ def _make_prefetcher(
     feature_bytes = len(job.spec.target_layer_ids) * job.spec.hidden_size * (2 if job.target.dtype == "bfloat16" else 4)
 
     def size_of(planned: PlannedBatch) -> int:
-        """Features dominate; tokens take 8 bytes each, labels and weights 12 a slot."""
-        longest, rows = plan.longest_row(planned), len(planned.samples)
-        slots = min(job.train.num_anchors, longest) * job.spec.block_size
-        return rows * (longest * (feature_bytes + 8) + slots * 12)
+        lengths = plan.lengths_of(planned)
+        return batch_bytes(lengths, planned.packed, job.train.num_anchors, job.spec.block_size, feature_bytes)
 
     settings = PrefetchSettings(
         num_targets=num_targets,
@@ -225,6 +223,8 @@ def _build(job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor:
     plan = RunPlan(dataset.lengths, job.edges, job.bucketing, job.train, group.size)
     targets = _load_targets(job, devices)
     first_target = targets[devices.targets[0]]
+    if job.bucketing.strategy == "packed":
+        first_target.check_packing(job.target.path)
     trainer = _make_trainer(job, group, devices.draft, first_target, plan.num_steps)
     first_step = _resume(job, trainer)
     collator = Collator(

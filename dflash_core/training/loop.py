@@ -19,7 +19,8 @@ from torch import Tensor
 
 from dflash_core.config import TrainConfig
 from dflash_core.errors import TrainingError
-from dflash_core.model.draft import DFlashDraft, embed_blocks
+from dflash_core.model.documents import context_windows
+from dflash_core.model.draft import DFlashDraft, embed_blocks, group_size
 from dflash_core.model.loss import block_loss, expected_acceptance_length
 from dflash_core.pipeline import ByteBudget, ReorderBuffer
 from dflash_core.training.distributed import CellGroup
@@ -132,12 +133,16 @@ class DraftTrainer:
     def add(self, totals: StepTotals, ready: Ready) -> None:
         """Forward and backward of one batch; gradients add up undivided."""
         started = time.monotonic()
-        batch = ready.loaded.payload.to(self.device)
+        loaded = ready.loaded.payload
+        windows = None
+        if loaded.documents is not None:  # from the batch on the CPU, where reading it waits for nothing
+            windows = context_windows(loaded.anchors_RA, loaded.documents.starts_RA, group_size(self.device))
+        batch = loaded.to(self.device)
         # A copy: features are made in inference mode, which autograd does not accept.
         features = ready.features_RSF.to(self.device, self._compute, copy=True)
         with self._autocast():
             blocks = embed_blocks(self._embedding_VD, batch.anchor_tokens_RA, self.draft.spec)
-            final = self.draft(features, blocks, batch.anchors_RA)
+            final = self.draft(features, blocks, batch.anchors_RA, batch.documents, windows)
             parts = block_loss(final, self._head_VD, batch.labels_RAK, batch.weights_RAK)
         middle = time.monotonic()
         torch.autograd.backward(parts.loss_sum)

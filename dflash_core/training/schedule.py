@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +16,8 @@ from dflash_core.bucketing import EpochPlan, plan_epoch
 from dflash_core.config import BucketingConfig, TrainConfig
 from dflash_core.errors import DataError
 from dflash_core.records import PlannedBatch
+
+PLANS_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,10 @@ class StepOutline:
 
 
 class RunPlan:
-    """All epochs of a run, planned one at a time and numbered through.
+    """All epochs of a run, planned one at a time and numbered through. Safe to read from several threads.
+
+    A plan of millions of sequences takes seconds and hundreds of megabytes. The two asked for last are kept, as feed thread
+    and train loop are never further apart, and epochs that lie before the step asked for are not planned again.
 
     Args:
         lengths: sequence lengths of the dataset, [num_sequences].
@@ -39,9 +47,13 @@ class RunPlan:
         self, lengths: NDArray[np.integer], edges: tuple[int, ...], bucketing: BucketingConfig, train: TrainConfig, num_cells: int
     ) -> None:
         self._lengths, self.edges, self._bucketing, self._train, self._num_cells = lengths, edges, bucketing, train, num_cells
+        self._lock = threading.Lock()
+        self._recent: dict[int, EpochPlan] = {}
+        self._cell_batches: dict[int, NDArray[np.int64]] = {}
         self._first_steps, self._first_batches = [0], [0]
         for epoch in range(train.num_epochs):
-            plan = self.epoch_plan(epoch)
+            # Only here is every epoch planned, to be counted. The first two, with which training begins, are kept.
+            plan = self.epoch_plan(epoch) if epoch < PLANS_KEPT else self._make(epoch)
             self._first_steps.append(self._first_steps[-1] + plan.num_steps)
             self._first_batches.append(self._first_batches[-1] + plan.num_batches)
             if train.max_steps is not None and self._first_steps[-1] >= train.max_steps:
@@ -52,51 +64,67 @@ class RunPlan:
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
         """The plan of one epoch (the same arrays every time it is asked for)."""
-        return plan_epoch(
+        with self._lock:  # held while planning: two threads that ask for one epoch plan it once
+            if epoch not in self._recent:
+                while len(self._recent) >= PLANS_KEPT:
+                    del self._recent[next(iter(self._recent))]
+                self._recent[epoch] = self._make(epoch)
+            return self._recent[epoch]
+
+    def _make(self, epoch: int) -> EpochPlan:
+        bucketing, defaults = self._bucketing, BucketingConfig()
+        keys = ("strategy", "max_sequences", "quadratic_length", "sort_window", "pack_window")
+        chosen: dict[str, Any] = {key: getattr(bucketing, key) for key in keys}
+        plan = plan_epoch(
             self._lengths,
             self.edges,
-            token_budget=self._bucketing.token_budget,
-            batches_per_step=self._bucketing.batches_per_step,
+            token_budget=bucketing.token_budget,
+            batches_per_step=bucketing.batches_per_step,
             num_cells=self._num_cells,
-            order=self._bucketing.order,
+            order=bucketing.order,
             seed=self._train.seed,
             epoch=epoch,
+            **{key: value for key, value in chosen.items() if value != getattr(defaults, key)},
         )
+        self._cell_batches[epoch] = np.bincount(plan.cell, minlength=self._num_cells)
+        return plan
+
+    def _epochs(self, from_step: int) -> Iterator[tuple[int, int]]:
+        """The epochs that hold steps from `from_step` on, and the run's first step of each."""
+        for epoch, (first, end) in enumerate(pairwise(self._first_steps)):
+            if from_step < end and first < self.num_steps:
+                yield epoch, first
 
     def batches(self, cell: int, from_step: int = 0) -> Iterator[PlannedBatch]:
         """The cell's batches from `from_step` on; `position` counts the cell's batches from the start of the run."""
-        position = 0
-        for epoch in range(len(self._first_steps) - 1):
-            first_step, first_batch = self._first_steps[epoch], self._first_batches[epoch]
-            if first_step >= self.num_steps:
-                return
-            plan = self.epoch_plan(epoch)
+        position = self.first_position(cell, from_step)
+        packed = self._bucketing.strategy == "packed"
+        for epoch, first_step in self._epochs(from_step):
+            plan, first_batch = self.epoch_plan(epoch), self._first_batches[epoch]
             mine = np.flatnonzero(plan.cell == cell)
             steps = first_step + plan.step[mine]
-            for n, (i, step) in enumerate(zip(mine.tolist(), steps.tolist(), strict=True)):
-                if step >= self.num_steps:
-                    return
-                if step >= from_step:
-                    last = n + 1 == len(mine) or steps[n + 1] != step
-                    samples = tuple(plan.samples(i).tolist())
-                    yield PlannedBatch(first_batch + i, position, epoch, step, cell, int(plan.bucket[i]), samples, last)
+            begin, end = np.searchsorted(steps, (from_step, self.num_steps)).tolist()
+            for n in range(begin, end):
+                i, step = int(mine[n]), int(steps[n])
+                last = n + 1 == len(mine) or steps[n + 1] != step
+                samples = tuple(plan.samples(i).tolist())
+                yield PlannedBatch(first_batch + i, position, epoch, step, cell, int(plan.bucket[i]), samples, last, packed)
                 position += 1
 
     def first_position(self, cell: int, from_step: int) -> int:
         """The position of the cell's first batch of `from_step`."""
         position = 0
-        for epoch in range(len(self._first_steps) - 1):
-            first_step = self._first_steps[epoch]
-            if first_step >= from_step:
-                break
-            plan = self.epoch_plan(epoch)
-            position += int(np.sum((plan.cell == cell) & (first_step + plan.step < from_step)))
+        for epoch, (first_step, end) in enumerate(pairwise(self._first_steps)):
+            if end <= from_step:
+                position += int(self._cell_batches[epoch][cell])
+            elif first_step < from_step:
+                plan = self.epoch_plan(epoch)
+                position += int(np.sum((plan.cell == cell) & (first_step + plan.step < from_step)))
         return position
 
     def outlines(self, cell: int, from_step: int) -> Iterator[StepOutline]:
         """Every step from `from_step` on, also those in which the cell has no batch."""
-        for epoch in range(len(self._first_steps) - 1):
-            first_step = self._first_steps[epoch]
+        for epoch, first_step in self._epochs(from_step):
             plan = self.epoch_plan(epoch)
             counts = np.bincount(plan.step[plan.cell == cell], minlength=plan.num_steps)
             longest = np.zeros(plan.num_steps, dtype=np.int64)
@@ -105,9 +133,10 @@ class RunPlan:
                 if from_step <= first_step + s < self.num_steps:
                     yield StepOutline(first_step + s, epoch, count, max_seq_len)
 
-    def longest_row(self, planned: PlannedBatch) -> int:
-        """Tokens of the longest sequence of a batch, before it is loaded."""
-        return int(self._lengths[list(planned.samples)].max())
+    def lengths_of(self, planned: PlannedBatch) -> NDArray[np.integer]:
+        """Tokens of each sequence of a batch, before it is loaded."""
+        lengths: NDArray[np.integer] = self._lengths[list(planned.samples)]
+        return lengths
 
 
 def learning_rate(step: int, num_steps: int, config: TrainConfig) -> float:

@@ -49,7 +49,8 @@ def run_target(
             return
         started = time.monotonic()
         try:
-            features = target.features(loaded.payload.tokens_RS, lambda: supervisor.stopping)
+            batch = loaded.payload
+            features = target.features(batch.tokens_RS, lambda: supervisor.stopping, batch.documents)
             if not checked:
                 check_features(features, width)
                 checked = True
