@@ -34,6 +34,7 @@ NOTES = frozenset(
     {"id", "index", "timestamp", "created_at", "date", "model", "language", "redacted", "toxic", "turn_identifier"}
     | {"country", "state", "hashed_ip", "header"}
 )
+MAX_DEPTH = 64  # of tools and arguments; templates walk them recursively
 UNUSABLE_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -236,17 +237,17 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return result
 
 
-def _check_json(value: Any, where: str, reason: str) -> None:
+def _check_json(value: Any, where: str, reason: str, depth: int = 0) -> None:
     """Raise `BadRow` unless a value is made of what JSON has, with usable characters; tables hold other things, too."""
-    try:
-        items = list(leaves(value))
-    except RecursionError as error:
-        raise BadRow(reason, f"{where} is nested too deeply") from error
-    for item in items:
-        if isinstance(item, str):
-            check_characters(item, where)
-        elif item is not None and not isinstance(item, (bool, int, float)):
-            raise BadRow(reason, f"{where}: {type(item).__name__}")
+    if depth > MAX_DEPTH:
+        raise BadRow(reason, f"{where}: more than {MAX_DEPTH} levels")
+    if isinstance(value, str):
+        check_characters(value, where)
+    elif isinstance(value, (dict, list)):
+        for item in value if isinstance(value, list) else [*value, *value.values()]:
+            _check_json(item, where, reason, depth + 1)
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        raise BadRow(reason, f"{where}: {type(value).__name__}")
 
 
 def leaves(value: Any) -> Iterable[Any]:
