@@ -12,13 +12,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 
 # The compiler has sandbox, filters and `{% generation %}` exactly as apply_chat_template has them.
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from dflash_core.data.sources import one_line
 from dflash_core.data.turns import BadRow
+from dflash_core.errors import ConfigError
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MESSAGES, PROMPT_FLAG, LOOP = "messages", "add_generation_prompt", "loop"
@@ -63,10 +64,18 @@ class _Watched(list[Any]):
 
 
 class ChatTemplate:
-    """Renders conversations; everything that a template can throw becomes `BadRow`."""
+    """Renders conversations; everything that a template can throw becomes `BadRow`.
+
+    Raises:
+        ConfigError: the template does not compile.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        self._compiled = _compile_jinja_template(source)
+        try:
+            self._compiled = _compile_jinja_template(source)
+        except TemplateSyntaxError as error:
+            where = f"line {error.lineno}: {one_line(error.message)}"
+            raise ConfigError(f"the target's chat template cannot be compiled ({where})") from error
         self._variables = {"documents": None, **variables}
         self.has_marks = GENERATION_MARK.search(source) is not None
         self.appends_only = appends_only(self._compiled.environment.parse(source))
