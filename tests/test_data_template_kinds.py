@@ -29,7 +29,8 @@ HERMES = (
 )
 # A default system turn, as SmolLM2 inserts it.
 SMOLLM = (
-    "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|system|>\nBe nice<|end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|system|>\nBe nice<|end|>\n' }}{% endif %}"
     "{{'<|' + m['role'] + '|>\n' + m['content'] + '<|end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
@@ -37,7 +38,8 @@ SMOLLM = (
 LLAMA = (
     "{{- '<|pad|>' }}{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] | trim %}"
     "{%- set rest = messages[1:] %}{%- else %}{%- set system = '' %}{%- set rest = messages %}{%- endif %}"
-    "{{- '<|system|>\n\n' + system + '<|end|>' }}{%- for m in rest %}{{- '<|' + m['role'] + '|>\n\n' + m['content'] | trim + '<|end|>' }}"
+    "{{- '<|system|>\n\n' + system + '<|end|>' }}{%- for m in rest %}"
+    "{{- '<|' + m['role'] + '|>\n\n' + m['content'] | trim + '<|end|>' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>\n\n' }}{%- endif %}"
 )
 # Qwen 3: shows reasoning only behind the last question, inserts an empty think block there, drops it everywhere else.
@@ -48,9 +50,10 @@ ANSWER = (
 QWEN = (
     "{%- set ns = namespace(open=true, last=messages|length - 1) -%}{%- for m in messages[::-1] -%}"
     "{%- if ns.open and m.role == 'user' -%}{%- set ns.open = false -%}{%- set ns.last = messages|length - loop.index -%}"
-    "{%- endif -%}{%- endfor -%}{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ '<|assistant|>\n' }}[ANSWER]{{ '\n' }}"
-    "{%- else -%}{{ '<|' ~ ('user' if m.role == 'tool' else m.role) ~ '|>\n' ~ m.content ~ '<|end|>\n' }}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}"
+    "{%- endif -%}{%- endfor -%}{%- for m in messages -%}{%- if m.role == 'assistant' -%}"
+    "{{ '<|assistant|>\n' }}[ANSWER]{{ '\n' }}"
+    "{%- else -%}{{ '<|' ~ ('user' if m.role == 'tool' else m.role) ~ '|>\n' ~ m.content ~ '<|end|>\n' }}"
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}"
     "{%- if enable_thinking is defined and not enable_thinking -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}{%- endif -%}"
 )
 QWEN_MARKED = QWEN.replace("[ANSWER]", "{%- generation -%}" + ANSWER + "{%- endgeneration -%}")
@@ -125,6 +128,7 @@ def test_the_think_block_of_the_prompt_is_part_of_every_prompt() -> None:
     assert encoder.render(conversation(Q, answer("a")))[0].text == prompt + "a<|end|>\n"
 
 
+NO_END = "no end-of-turn token (answer 1: no special token follows its tool calls)"
 CALLING = answer("let me see", tool_calls=(function_call("add", x=1, y="é\n"), function_call("now")))
 CALLS_TEXT = (
     '\n<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": "é\\n"}}\n</tool_call>'
@@ -167,7 +171,7 @@ def test_reasoning_and_tool_calls_in_one_turn() -> None:
         (HERMES, CALLING._replace(reasoning="why"), "template drops reasoning (answer 1)"),
         (HERMES.replace("tojson", "length"), CALLING, "template drops tool calls (answer 1, call 1: argument 'x')"),
         (HERMES.replace("m.role ~ '|>\n' ~ m.content", "m.role ~ '|>\n'"), CALLING, "template alters the answer (answer 1)"),
-        (HERMES.replace("{{ '<|end|>\n' }}", ""), CALLING, "no end-of-turn token (answer 1: no special token follows its tool calls)"),
+        (HERMES.replace("{{ '<|end|>\n' }}", ""), CALLING, NO_END),
     ],
 )  # fmt: skip
 def test_nothing_that_the_row_says_gets_lost_in_silence(template: str, message: Message, problem: str) -> None:

@@ -76,19 +76,23 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             where = f"line {error.lineno}: {one_line(error.message)}"
             raise ConfigError(f"the target's chat template cannot be compiled ({where})") from error
-        self._variables = {"documents": None, **variables}
+        # Merged once: jinja would copy its chain of globals for every rendering, which costs as much as the rendering.
+        self._variables = {**self._compiled.globals, "documents": None, **variables}
         self.has_marks = GENERATION_MARK.search(source) is not None
         self.appends_only = appends_only(self._compiled.environment.parse(source))
 
     def text(self, messages: Turns, tools: Tools, *, generation_prompt: bool = False) -> str:
         """The conversation as text; with `generation_prompt` up to the point where the target answers."""
         try:
-            text: str = self._compiled.render(
-                **{**self._variables, MESSAGES: messages, "tools": tools, PROMPT_FLAG: generation_prompt}
-            )
+            return "".join(self._blocks(messages, tools, generation_prompt))
         except REFUSALS as error:
             raise BadRow("template refuses", one_line(error)) from error
-        return text
+
+    def _blocks(self, messages: Turns, tools: Tools, generation_prompt: bool) -> Iterator[str]:
+        """The text piece by piece, as the template writes it."""
+        variables = {**self._variables, MESSAGES: messages, "tools": tools, PROMPT_FLAG: generation_prompt}
+        blocks: Iterator[str] = self._compiled.root_render_func(self._compiled.new_context(variables, shared=True))
+        return blocks
 
     def trace(self, messages: Turns, tools: Tools) -> Trace:
         """The conversation as text, with what can be seen while it is rendered."""
@@ -98,11 +102,10 @@ class ChatTemplate:
         marks: list[tuple[int, int]] = []
         reached: dict[int, int] = {}
         watched = _Watched(messages, 0, blocks, reached) if self.appends_only else messages
-        variables = {**self._variables, MESSAGES: watched, "tools": tools, PROMPT_FLAG: False}
         try:
             with self._compiled.environment.activate_tracker(blocks, marks):
-                for block in self._compiled.generate(**variables):
-                    blocks.append(block)
+                for block in self._blocks(watched, tools, False):
+                    blocks.append(block)  # one by one: the list is measured while it grows
         except REFUSALS as error:
             raise BadRow("template refuses", one_line(error)) from error
         borders = _borders(blocks, reached, len(messages)) if self.appends_only else None

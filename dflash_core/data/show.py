@@ -63,7 +63,7 @@ def _runs(
         while text.endswith("\ufffd") and stop < min(len(ids), end + 3):
             longer = _decode(ids[begin : stop + 1], tokenizer)
             stop += 1
-            if not longer.endswith("\ufffd"):
+            if longer.count("\ufffd") < text.count("\ufffd"):
                 text = longer
                 break
         else:
