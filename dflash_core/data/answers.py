@@ -63,7 +63,7 @@ def find_answer(text: str, region: Region, message: Message, special: re.Pattern
     has_reasoning = reasoning is not None and bool(reasoning.strip())
     if has_reasoning and _end_of(text, region.start, found.start, str(reasoning)) is None:
         raise BadRow("template drops reasoning", where)
-    return found._replace(start=_first_word(text, region, found, has_reasoning, where))
+    return Answer(_first_word(text, region, found, has_reasoning, where), found.end, found.turn_end)
 
 
 def _first_word(text: str, region: Region, found: Answer, has_reasoning: bool, where: str) -> int:
