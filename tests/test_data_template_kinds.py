@@ -150,6 +150,14 @@ def test_tool_calls_are_supervised_and_their_results_are_not(template: str) -> N
     assert supervised(template, conversation(Q, bare))[0][0].strip() == CALLS_TEXT.strip()
 
 
+def test_content_before_tool_calls_is_told_from_an_inserted_block_that_looks_like_it() -> None:
+    for content in ("<", "<think>", "think", "</"):
+        for template in (QWEN, QWEN_MARKED):
+            assert supervised(template, conversation(Q, CALLING._replace(content=content))) == [[content + CALLS_TEXT]]
+    own = "<think>\n\n</think>\n\nx"
+    assert supervised(HERMES, conversation(Q, CALLING._replace(content=own))) == [[own + CALLS_TEXT]]
+
+
 def test_reasoning_and_tool_calls_in_one_turn() -> None:
     for content in ("so", ""):
         both = conversation(Q, CALLING._replace(content=content, reasoning="why add"))

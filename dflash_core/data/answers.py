@@ -137,7 +137,7 @@ def _with_tool_calls(text: str, region: Region, message: Message, special: re.Pa
 
 
 def _words(text: str, region: Region, start: int, content: str, where: str) -> tuple[int, int]:
-    for begin in (region.start, start):  # content may look like an empty think block itself
+    for begin in (start, region.start):  # behind what looks inserted; but content may begin like that itself
         for form in _forms(content):
             if text.startswith(form, begin, region.end):
                 return begin, begin + len(form)
