@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from dflash_core.data import Dataset, Message, has_supervised_pair, read_prompts, write_length_histogram
 from dflash_core.data.store import Fingerprint, ShardWriter
 from dflash_core.errors import DataError
-from tests.test_data_tokenizer import MARKED, byte_tokenizer, merging_tokenizer
+from tests.test_data_tokenizer import MARKED, byte_tokenizer, end_adding_tokenizer, merging_tokenizer
 
 Sequences = list[tuple[list[int], list[bool]]]
 sequences = st.lists(
@@ -264,3 +265,40 @@ def test_a_held_out_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> No
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"empty\.jsonl: no rows$"):
         read_prompts(tmp_path / "empty.jsonl", byte_tokenizer(), 1)
+
+
+def test_prompts_come_from_all_formats_shapes_and_globs_with_columns_and_variables(tmp_path: Path) -> None:
+    rows = [{"key": f"k{n}", "ask": f"question {n}", "reply": "a"} for n in range(4)]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table.slice(0, 2), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows[2:]).encode()))
+    template = MARKED.replace("add_generation_prompt -%}", "add_generation_prompt -%}{{ mode }}")
+    tokenizer, columns = byte_tokenizer(template), {"prompt": "ask", "id": "key", "response": "reply"}
+    for pattern in (f"{tmp_path}/*.*", f"file://{tmp_path}/*.*"):
+        prompts = read_prompts(pattern, tokenizer, 9, columns=columns, template_variables={"mode": "M"})
+        assert [(prompt.id, prompt.source) for prompt in prompts] == [("k0", "a"), ("k1", "a"), ("k2", "b"), ("k3", "b")]
+        assert tokenizer.decode(list(prompts[2].input_ids)) == "<|user|>question 2<|end|>M<|assistant|>"
+
+
+def test_a_plain_text_prompt_begins_as_the_tokenizer_begins_texts_and_does_not_end(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "once"}\n{"prompt": "q"}\n')
+    once, question = read_prompts(file, end_adding_tokenizer(True), 2)
+    assert once.input_ids == (257, *b"once")
+    assert question.input_ids == (258, ord("q"), 260, 259)
+
+
+def test_tools_and_reasoning_reach_the_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    template = "{{ tools | tojson }}" + MARKED.replace(
+        "{{ m['content'] }}<|end|>{%- endgen", "{{ m.thinking ~ m.content }}<|end|>{%- endgen"
+    )
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", "reasoning": "why"},
+        {"role": "user", "content": "r"},
+    ]
+    file.write_text(json.dumps({"messages": turns, "tools": [{"name": "t"}]}))
+    (prompt,) = read_prompts(file, byte_tokenizer(template), 1)
+    expected = '[{"name": "t"}]<|user|>q<|end|><|assistant|>whya<|end|><|user|>r<|end|><|assistant|>'
+    assert byte_tokenizer(template).decode(list(prompt.input_ids)) == expected

@@ -39,7 +39,7 @@ def talk(*messages: tuple[str, str], finish_reason: str | None = None) -> Conver
 
 def encode(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> Encoded:
     encoder = ChatEncoder(tokenizer)
-    return encoder.encode([encoder.render(conversation)])[0]
+    return encoder.encode(encoder.render(conversation))[0]
 
 
 def decode(tokenizer: PreTrainedTokenizerFast, ids: np.ndarray) -> str:
@@ -140,7 +140,7 @@ def test_an_empty_think_block_that_the_template_inserts_is_not_supervised() -> N
 def test_a_template_that_rewrites_history_is_refused_where_it_does() -> None:
     encoder = ChatEncoder(byte_tokenizer(THINKING))
     single = talk(("user", "q"), ("assistant", "a"))
-    assert encoder.render(single).text.endswith("a<|end|>\n")
+    assert encoder.render(single)[0].text.endswith("a<|end|>\n")
     with pytest.raises(BadRow, match=r"^template rewrites history \(message 2\)$"):
         encoder.render(talk(*single.messages, ("user", "r"), ("assistant", "b")))
     summary = "{% for m in messages %}<|user|>{{ messages | length }}{{ m['content'] }}<|end|>{% endfor %}"
@@ -238,6 +238,6 @@ def test_a_tokenizer_that_adds_a_space_encodes_the_whole_text_and_masks_by_offse
 @given(st.lists(turns, min_size=1, max_size=5))
 def test_a_batch_encodes_like_its_members(conversations: list[tuple[Message, ...]]) -> None:
     encoder = ChatEncoder(merging_tokenizer(CHATML))
-    rendered = [encoder.render(talk(*messages)) for messages in conversations]
+    rendered = [encoder.render(talk(*messages))[0] for messages in conversations]
     for single, together in zip((encoder.encode([item])[0] for item in rendered), encoder.encode(rendered), strict=True):
         assert np.array_equal(single.input_ids, together.input_ids) and np.array_equal(single.loss_mask, together.loss_mask)

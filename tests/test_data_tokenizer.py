@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dflash_core.data import chat_template_digest, load_tokenizer, mask_token_id, tokenizer_digest
@@ -64,6 +64,17 @@ def byte_tokenizer(template: str = MARKED) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return wrap(tokenizer, template)
+
+
+@cache
+def end_adding_tokenizer(adds_end: bool) -> PreTrainedTokenizerFast:
+    """The byte tokenizer, which puts a special token in front of each text and, if asked for, the end token behind it."""
+    fast = byte_tokenizer(MARKED + " ").backend_tokenizer
+    tokenizer = Tokenizer.from_str(fast.to_str())
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|system|> $A <|end|>" if adds_end else "<|system|> $A", special_tokens=[("<|system|>", 257), ("<|end|>", 260)]
+    )
+    return wrap(tokenizer, MARKED)
 
 
 @cache

@@ -8,7 +8,8 @@ from dflash_core.data.dataset import Dataset
 from dflash_core.data.held_out import Prompt, read_prompts
 from dflash_core.data.histogram import write_length_histogram
 from dflash_core.data.prepare import has_supervised_pair, prepare_dataset
-from dflash_core.data.sources import BadRow, Conversation, Message, Reject, expand_files, read_conversations
+from dflash_core.data.rows import BadRow, Conversation, Message, Reject
+from dflash_core.data.sources import expand_files
 from dflash_core.data.template import ChatEncoder, Encoded, Rendered
 from dflash_core.data.tokenizer import chat_template_digest, load_tokenizer, mask_token_id, tokenizer_digest
 
@@ -28,7 +29,6 @@ __all__ = [
     "load_tokenizer",
     "mask_token_id",
     "prepare_dataset",
-    "read_conversations",
     "read_prompts",
     "tokenizer_digest",
     "write_length_histogram",

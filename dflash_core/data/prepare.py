@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from dflash_core.config import DataConfig
 from dflash_core.data.dataset import Dataset
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
-from dflash_core.data.sources import BadRow, Conversation, Reject, expand_files, read_conversations, reject
+from dflash_core.data.rows import BadRow, Conversation, Reject, parse_row, reject, rows_of
+from dflash_core.data.sources import content_identity, expand_files, read_chunks
 from dflash_core.data.store import MANIFEST, SCHEMA_VERSION, Fingerprint, LengthBins, RejectWriter, ShardWriter
 from dflash_core.data.template import ChatEncoder, Encoded, Rendered
 from dflash_core.data.tokenizer import chat_template_digest, tokenizer_digest
 from dflash_core.errors import DataError
-from dflash_core.provenance import digest_file, digest_json, write_json
+from dflash_core.provenance import digest_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,7 +56,7 @@ def prepare_dataset(
             usable; the folder holds something that is not a dataset, or another process is preparing it.
     """
     paths = expand_files(config.files)
-    digests = [{"path": path.as_posix(), "sha256": _digest(path)} for path in paths]
+    digests = [{"path": path.url, "sha256": content_identity(path)} for path in paths]
     settings = {
         "schema_version": SCHEMA_VERSION,
         "target": target,
@@ -81,7 +82,7 @@ def prepare_dataset(
         with replaced_folder(folder) as new:
             job = _Job(config, new, origin["tokenizer_sha256"])
             job.run(ChatEncoder(tokenizer), progress)
-            if [_digest(path) for path in paths] != [item["sha256"] for item in digests]:
+            if [content_identity(path) for path in paths] != [item["sha256"] for item in digests]:
                 raise DataError(f"{', '.join(config.files)}: a file changed while it was read; start again")
             sources = [{**item, "rows": job.rows.get(item["path"], 0)} for item in digests]
             manifest = {**origin, "source_files": sources, **job.counts()}
@@ -106,13 +107,6 @@ def _reusable(folder: Path, origin: dict[str, Any], digests: list[dict[str, str]
     return manifest if same else None
 
 
-def _digest(path: Path) -> str:
-    try:
-        return digest_file(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
 class _Job:
     """One pass over the rows into an empty folder."""
 
@@ -129,7 +123,7 @@ class _Job:
         """Write shards, rejects and the fine histogram."""
         num_rows = 0
         try:
-            for chunk in _chunks(read_conversations(self._config.files, self._config.on_bad_row), CHUNK_ROWS):
+            for chunk in _chunks(_conversations(self._config), CHUNK_ROWS):
                 self._take(chunk, encoder)
                 num_rows += len(chunk)
                 if progress is not None:
@@ -163,7 +157,7 @@ class _Job:
 
     def _render(self, conversation: Conversation, encoder: ChatEncoder) -> tuple[Conversation, Rendered] | Reject:
         try:
-            return conversation, encoder.render(conversation)
+            return conversation, encoder.render(conversation)[0]
         except BadRow as error:
             rejected = reject(conversation, error)
             if self._config.on_bad_row == "error":
@@ -199,3 +193,31 @@ def _chunks(items: Iterable[Conversation | Reject], size: int) -> Iterator[list[
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk
+
+
+def _conversations(config: DataConfig) -> Iterator[Conversation | Reject]:
+    seen: set[str] = set()
+    for file in expand_files(config.files):
+        for chunk in read_chunks(file, CHUNK_ROWS, 1 << 24):
+            for row, value in rows_of(chunk):
+                try:
+                    if isinstance(value, BadRow):
+                        raise value
+                    conversation = parse_row(
+                        value,
+                        source_file=file.url,
+                        row=row,
+                        default_id=f"{file.url}:{row}",
+                        default_source=file.stem,
+                        columns={str(field): column for field, column in config.columns.items()},
+                    )
+                    if conversation.sample_id in seen:
+                        raise BadRow("duplicate id", repr(conversation.sample_id))
+                except BadRow as error:
+                    rejected = Reject(file.url, row, error.reason, error.detail)
+                    if config.on_bad_row == "error":
+                        raise DataError(str(rejected)) from error
+                    yield rejected
+                else:
+                    seen.add(conversation.sample_id)
+                    yield conversation

@@ -1,220 +1,305 @@
-"""Conversations from JSONL files: every row becomes a `Conversation`, a `Reject`, or ends reading with one line.
+"""Files and their raw rows: JSONL (plain, gzip, zstd), Parquet and Arrow, local or behind any fsspec URL.
 
-A row is one line, counted from 1; a line of nothing but white space is no row. `messages` is a list of
-`{"role", "content"}`, both strings; `id`, `source` and `finish_reason` are optional, other keys of the row are the
-user's own. A message, however, may have no other key (unless it is null): what a chat template would make of
-`reasoning_content` or `tool_calls` must not get lost in silence.
+Nothing here knows what a row means (that is `rows`). A file is cut into chunks at the same places each time; a chunk
+can be sent to another process, which decodes it there. Memory stays bounded whatever the size of a file: text is read
+line by line, Parquet in small batches of a row group, Arrow record batch by record batch and through a memory map.
 """
 
 from __future__ import annotations
 
 import glob
-import json
-import re
+import io
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Literal
 
+import pyarrow as pa
+
+from dflash_core.data.table_files import table_chunks
 from dflash_core.errors import DataError
+from dflash_core.provenance import digest_file, digest_json
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-# Other reasons (aborted, filtered, a stop string) leave open whether the end-of-turn token was the target's own.
-FINISH_REASONS = (None, "stop", "length")
-UNUSABLE_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
+Format = Literal["jsonl", "parquet", "arrow"]
+Compression = Literal["gzip", "zstd"]
 
-OnBadRow = Literal["error", "reject"]
+FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+KNOWN_ENDINGS = ".jsonl, .ndjson and .json, each also with .gz or .zst; .parquet; .arrow and .feather"
 
-
-class BadRow(Exception):
-    """A row cannot be used: `reason` is one of a few fixed texts, `detail` says what exactly."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        self.reason, self.detail = reason, detail
-        super().__init__(f"{reason} ({detail})" if detail else reason)
-
-
-class Message(NamedTuple):
-    """One turn."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """One usable row. `sample_id` is unique over all files read together."""
-
-    sample_id: str
-    source: str
-    messages: tuple[Message, ...]
-    finish_reason: str | None
-    source_file: str
-    row: int
+# A longer line is no row that anybody trains on; reading it whole would break the bound on memory.
+MAX_LINE_BYTES = 256 * 2**20
+TOO_LONG = b""  # stands for such a line; a blank line is never delivered, so this cannot be one
+READ_BYTES = 1 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# What remote file systems say about a file's content, where they say it.
+REMOTE_IDENTITY = ("size", "etag", "contentmd5", "md5", "md5hash", "checksum", "digest", "lastmodified", "mtime", "generation")
 
 
 @dataclass(frozen=True, slots=True)
-class Reject:
-    """One row that was left out, and why."""
+class SourceFile:
+    """One input file. `url` is the local path as given (posix), or the fsspec URL."""
 
-    source_file: str
-    row: int
-    reason: str
-    detail: str
+    url: str
+    format: Format
+    compression: Compression | None
 
-    def __str__(self) -> str:
-        return f"{self.source_file}: row {self.row}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
-
-
-def reject(where: Conversation, error: BadRow) -> Reject:
-    """The reject for a conversation that turned out to be unusable after it was read."""
-    return Reject(where.source_file, where.row, error.reason, error.detail)
+    @property
+    def stem(self) -> str:
+        """The name without folder and known endings: the `source` of rows that name none."""
+        name = _name_of(self.url)
+        name = name.removesuffix(PurePosixPath(name).suffix) if self.compression else name
+        return name.removesuffix(PurePosixPath(name).suffix)
 
 
-def expand_files(patterns: Iterable[str]) -> list[Path]:
+@dataclass(frozen=True, slots=True)
+class RawChunk:
+    """Consecutive rows of one file, not decoded.
+
+    Attributes:
+        first_row: number of the first row, counted from 1; in JSONL the number of its line, blank lines counted.
+        num_rows: rows in the chunk; blank lines are none.
+        data: JSONL lines with their numbers (`TOO_LONG` for a line that was skipped), or an Arrow IPC stream.
+        end_byte: how far the raw file has been read, in bytes, for a progress bar.
+    """
+
+    first_row: int
+    num_rows: int
+    format: str
+    data: bytes | list[tuple[int, bytes]]
+    end_byte: int
+
+
+def one_line(error: object, limit: int = 160) -> str:
+    """The text of an error without line breaks, cut to `limit` characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def expand_files(patterns: Iterable[str]) -> list[SourceFile]:
     """The files that the patterns name: patterns in the given order, the matches of each sorted, no file twice.
 
-    Raises:
-        DataError: a file does not exist, or a glob matches nothing.
-    """
-    files: dict[Path, None] = {}
-    for pattern in patterns:
-        path = Path(pattern)
-        if path.is_file():
-            files[path] = None
-            continue
-        if not glob.has_magic(pattern):
-            raise DataError(f"{pattern}: {'is a folder, not a file' if path.is_dir() else 'no such file'}")
-        # Path.glob takes no absolute patterns in Python 3.11.
-        matches = sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())  # noqa: PTH207
-        if not matches:
-            raise DataError(f"{pattern}: no file matches")
-        files.update(dict.fromkeys(matches))
-    return list(files)
-
-
-def read_conversations(files: Iterable[str], on_bad_row: OnBadRow) -> Iterator[Conversation | Reject]:
-    """Read JSONL files or globs in order, one item per row; files are looked for at once, rows are read on demand.
-
     Args:
-        files: paths and globs (see `expand_files`).
-        on_bad_row: `error` raises at the first bad row, `reject` yields a `Reject` in its place.
+        patterns: local paths, globs (`**` for any depth), and fsspec URLs with or without globs.
 
     Raises:
-        DataError: a file is missing or unreadable; or, with `error`, a row is bad. The text names file and row.
+        DataError: a file does not exist or is a folder, a glob matches nothing, an ending is unknown, or the package
+            for a protocol is missing.
     """
-    return _conversations(expand_files(files), on_bad_row)
+    files: dict[str, SourceFile] = {}
+    for pattern in patterns:
+        found = _expand_url(pattern) if _is_url(pattern) else _expand_local(pattern)
+        for url in found:
+            files.setdefault(url, _source_file(url))
+    return list(files.values())
 
 
-def _conversations(paths: list[Path], on_bad_row: OnBadRow) -> Iterator[Conversation | Reject]:
-    seen: set[str] = set()
-    for path in paths:
-        for row, line in read_rows(path):
-            try:
-                conversation = parse_row(line, path, row)
-                if conversation.sample_id in seen:
-                    raise BadRow("duplicate id", repr(conversation.sample_id))
-            except BadRow as error:
-                rejected = Reject(path.as_posix(), row, error.reason, error.detail)
-                if on_bad_row == "error":
-                    raise DataError(str(rejected)) from error
-                yield rejected
-            else:
-                seen.add(conversation.sample_id)
-                yield conversation
+def content_identity(file: SourceFile) -> str:
+    """What tells one content of a file from another.
+
+    `sha256:` and the digest of the raw bytes for a local file. A remote file is not downloaded for this: `ukey:` and a
+    digest of what its file system says about it (size, ETag, time of change).
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    with _naming(file):
+        path = _local_path(file)
+        if path is not None:
+            return f"sha256:{digest_file(path)}"
+        fs, remote = _file_system(file.url)
+        info = {key.lower().replace("-", "").replace("_", ""): str(value) for key, value in fs.info(remote).items()}
+        known = {key: info[key] for key in REMOTE_IDENTITY if key in info}
+        return f"ukey:{digest_json([fs.ukey(remote), known])}"
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The rows of a file with their numbers; raises `DataError` if it cannot be read."""
+def num_bytes(file: SourceFile) -> int | None:
+    """Size of the raw file in bytes, or None if its file system does not tell."""
+    with _naming(file):
+        path = _local_path(file)
+        if path is not None:
+            return path.stat().st_size
+        fs, remote = _file_system(file.url)
+        size = fs.info(remote).get("size")
+        return None if size is None else int(size)
+
+
+def read_chunks(file: SourceFile, max_rows: int, max_bytes: int) -> Iterator[RawChunk]:
+    """The rows of a file in order. A chunk ends at `max_rows` rows or once it has `max_bytes` bytes.
+
+    Raises:
+        DataError: the file cannot be read, is damaged or truncated; the text names it.
+    """
+    with _naming(file), _opened(file) as raw:
+        if file.format == "jsonl":
+            yield from _text_chunks(file, raw, max_rows, max_bytes)
+        else:
+            for first, rows, data, read in table_chunks(raw, _local_path(file), file.format, max_rows, max_bytes):
+                yield RawChunk(first, rows, "arrow", data, int(read * (num_bytes(file) or 0)))
+
+
+# ---- names ----
+
+
+def _is_url(pattern: str) -> bool:
+    return "://" in pattern or "::" in pattern
+
+
+def _name_of(url: str) -> str:
+    path = url.split("::")[0] if "://" in url.split("::")[0] else url.rsplit("::", 1)[-1]
+    if path.startswith(("http://", "https://")):
+        path = path.split("?")[0].split("#")[0]
+    return PurePosixPath(path).name
+
+
+def _source_file(url: str) -> SourceFile:
+    suffixes = [suffix.lower() for suffix in PurePosixPath(_name_of(url)).suffixes[-2:]]
+    compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    if compression is not None:
+        suffixes.pop()
+    known = FORMATS.get(suffixes[-1]) if suffixes else None
+    if known is None or (compression is not None and known != "jsonl"):
+        raise DataError(f"{url}: unknown kind of file; known endings are {KNOWN_ENDINGS}")
+    return SourceFile(url, known, compression)
+
+
+def _expand_local(pattern: str) -> list[str]:
+    path = Path(pattern)
+    if path.is_file():
+        return [path.as_posix()]
+    if not glob.has_magic(pattern):
+        raise DataError(f"{pattern}: {'is a folder, not a file' if path.is_dir() else 'no such file'}")
+    # Path.glob takes no absolute patterns in Python 3.11.
+    matches = sorted(p.as_posix() for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())  # noqa: PTH207
+    if not matches:
+        raise DataError(f"{pattern}: no file matches")
+    return matches
+
+
+def _expand_url(pattern: str) -> list[str]:
+    fs, path = _file_system(pattern)
+    is_http = "http" in _first_protocol(pattern)  # there a question mark starts the query
+    has_magic = glob.has_magic(path.replace("?", "") if is_http else path)
     try:
-        with path.open("rb") as file:
-            for row, line in enumerate(file, start=1):
-                if line.strip():
-                    yield row, line
+        try:
+            kind = fs.info(path)["type"]
+        except FileNotFoundError:
+            if not has_magic:
+                raise DataError(f"{pattern}: no such file") from None
+            kind = None
+        if kind == "file" or (kind is not None and is_http and not has_magic):
+            return [pattern]
+        if not has_magic:
+            raise DataError(f"{pattern}: is a folder, not a file")
+        matches = sorted(name for name, info in fs.glob(path, detail=True).items() if info["type"] == "file")
+    except DataError:
+        raise
+    except Exception as error:  # the libraries behind fsspec raise what they like
+        raise DataError(f"{pattern}: cannot be listed ({type(error).__name__}: {one_line(error)})") from error
+    if not matches:
+        raise DataError(f"{pattern}: no file matches")
+    return [_url_of_match(pattern, name) for name in matches]
+
+
+def _first_protocol(pattern: str) -> str:
+    return pattern.split("::")[0].split("://")[0]
+
+
+def _url_of_match(pattern: str, name: str) -> str:
+    """A matched path as a URL; of a chain such as `zip://*.jsonl::s3://b/x.zip` the other links stay as they are."""
+    links = pattern.split("::")
+    position = next(number for number, link in enumerate(links) if "://" in link)
+    protocol = links[position].split("://")[0]
+    if not name.startswith(f"{protocol}://"):
+        links[position] = f"{protocol}://{name}"
+    else:
+        links[position] = name
+    return "::".join(links)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        fs, path = url_to_fs(url)
+    except Exception as error:  # a missing package, an unknown protocol, or whatever a file system says of its options
+        raise DataError(f"{url}: cannot be opened ({one_line(error)})") from error
+    return fs, str(path)
+
+
+def _local_path(file: SourceFile) -> Path | None:
+    """Where the file lies on this machine, if it does."""
+    if not _is_url(file.url):
+        return Path(file.url)
+    if file.url.startswith(("file://", "local://")) and "::" not in file.url:
+        return Path(_file_system(file.url)[1])
+    return None
+
+
+# ---- reading ----
+
+
+@contextmanager
+def _naming(file: SourceFile) -> Iterator[None]:
+    """Whatever goes wrong while a file is read becomes one line that names it."""
+    try:
+        yield
+    except DataError:
+        raise
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{file.url}: cannot be read ({error.strerror or one_line(error)})") from error
+    except Exception as error:  # pyarrow, codecs, and the libraries behind fsspec raise what they like
+        raise DataError(f"{file.url}: cannot be read ({one_line(error) or type(error).__name__})") from error
 
 
-def parse_row(line: bytes, path: Path, row: int, *, needs_answer: bool = True) -> Conversation:
-    """Check one row and return its conversation; raises `BadRow`.
-
-    Without an `id` the row is called by its file and number, without a `source` by the name of its file.
-    """
-    value = _json_object(line)
-    messages = value.get("messages")
-    if messages is None:
-        raise BadRow("no messages")
-    if not isinstance(messages, list):
-        raise BadRow("messages is not a list", type(messages).__name__)
-    if not messages:
-        raise BadRow("empty conversation")
-    turns = tuple(_message(message, number) for number, message in enumerate(messages, start=1))
-    if needs_answer and not any(turn.role == "assistant" for turn in turns):
-        raise BadRow("no assistant turn")
-    finish_reason = value.get("finish_reason")
-    if finish_reason not in FINISH_REASONS:
-        raise BadRow("unknown finish_reason", f"{_short(finish_reason)}; known are stop and length")
-    sample_id = value.get("id")
-    if isinstance(sample_id, int) and not isinstance(sample_id, bool):
-        sample_id = str(sample_id)
-    return Conversation(
-        sample_id=f"{path.as_posix()}:{row}" if sample_id is None else _name(sample_id, "id"),
-        source=path.stem if value.get("source") is None else _name(value["source"], "source"),
-        messages=turns,
-        finish_reason=finish_reason,
-        source_file=path.as_posix(),
-        row=row,
-    )
+@contextmanager
+def _opened(file: SourceFile) -> Iterator[IO[bytes]]:
+    path = _local_path(file)
+    if path is not None:
+        with path.open("rb") as raw:
+            yield raw
+        return
+    fs, remote = _file_system(file.url)
+    with fs.open(remote, "rb") as raw:
+        yield raw
 
 
-def _json_object(line: bytes) -> dict[str, Any]:
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadRow("invalid UTF-8", f"byte {error.start + 1}") from error
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadRow("not JSON", f"{error.msg}: column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # a number with thousands of digits, brackets nested without end
-        raise BadRow("not JSON", type(error).__name__) from error
-    if not isinstance(value, dict):
-        raise BadRow("not an object", type(value).__name__)
-    return value
+def _text_chunks(file: SourceFile, raw: IO[bytes], max_rows: int, max_bytes: int) -> Iterator[RawChunk]:
+    stream: IO[bytes] = raw
+    if file.compression is not None:
+        # A NativeFile has all that BufferedReader asks of a raw stream.
+        stream = io.BufferedReader(pa.CompressedInputStream(raw, file.compression), READ_BYTES)
+    lines: list[tuple[int, bytes]] = []
+    size = 0
+    for number, line in _numbered_lines(stream):
+        if line != TOO_LONG and not line.strip():
+            continue
+        lines.append((number, line))
+        size += len(line)
+        if len(lines) >= max_rows or size >= max_bytes:
+            yield RawChunk(lines[0][0], len(lines), "jsonl", lines, raw.tell())
+            lines, size = [], 0
+    if lines:
+        yield RawChunk(lines[0][0], len(lines), "jsonl", lines, raw.tell())
 
 
-def _message(message: object, number: int) -> Message:
-    where = f"message {number}"
-    if not isinstance(message, dict):
-        raise BadRow("ill-typed message", f"{where} is not an object")
-    unknown = sorted(key for key, value in message.items() if key not in ("role", "content") and value is not None)
-    if unknown:
-        raise BadRow("unknown message key", f"{where}: {_short(unknown[0])}")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise BadRow("ill-typed message", f"{where}: {'content' if isinstance(role, str) else 'role'} is not a string")
-    if role not in ROLES:
-        raise BadRow("unknown role", f"{where}: {_short(role)}")
-    if role == "assistant" and not content.strip():
-        raise BadRow("empty assistant content", where)
-    _check_characters(content, where)
-    return Message(role, content)
-
-
-def _name(value: object, key: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise BadRow(f"ill-typed {key}", _short(value))
-    _check_characters(value, key)
-    return value
-
-
-def _check_characters(text: str, where: str) -> None:
-    found = UNUSABLE_CHARACTERS.search(text)
-    if found:
-        reason = "NUL character" if found[0] == "\x00" else "lone surrogate"
-        raise BadRow(reason, f"{where}, character {found.start() + 1}")
-
-
-def _short(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:59] + "…"
+def _numbered_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK) or b"\n"
+        if len(line) <= MAX_LINE_BYTES:
+            yield number, line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(READ_BYTES)
+        yield number, TOO_LONG

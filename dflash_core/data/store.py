@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dflash_core.data.sources import Reject
+from dflash_core.data.rows import Reject
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"

@@ -12,6 +12,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_core.data.sources import one_line
 from dflash_core.errors import ConfigError
 from dflash_core.provenance import digest_bytes, digest_json
 
@@ -57,12 +58,6 @@ def _loader(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def one_line(error: object, limit: int = 160) -> str:
-    """The text of an error without line breaks, cut to `limit` characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
