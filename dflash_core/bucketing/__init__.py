@@ -6,7 +6,7 @@ order, and numbers that describe the order.
 
 from dflash_core.bucketing.boundaries import Strategy, choose_boundaries, validate_boundaries
 from dflash_core.bucketing.order_stats import OrderStatistics, order_statistics, run_lengths
-from dflash_core.bucketing.orders import shortest_possible_longest_run
+from dflash_core.bucketing.diverse import shortest_possible_longest_run
 from dflash_core.bucketing.padding import BucketingEfficiency, padding_efficiency_table
 from dflash_core.bucketing.plan import EpochPlan, PlanSettings, plan_epoch
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dflash_core.bucketing.lengths import FloatArray, IntArray
-from dflash_core.bucketing.orders import shortest_possible_longest_run
+from dflash_core.bucketing.diverse import shortest_possible_longest_run
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike
 
 from dflash_core.bucketing.boundaries import Strategy, boundaries_up_to, check_num_buckets
 from dflash_core.bucketing.lengths import FloatArray, Histogram, IntArray, bucket_of, check_lengths, count_lengths
-from dflash_core.errors import ConfigError, DataError
+from dflash_core.bucketing.limits import Limits
+from dflash_core.bucketing.forming import batch_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +39,6 @@ class BucketingEfficiency:
         return asdict(self)
 
 
-def batch_sizes(num_sequences: int, longest: int, token_budget: int) -> IntArray:
-    """Sizes of the batches of one bucket: as few as the budget allows, and as even as whole numbers allow.
-
-    The number depends only on the bucket's content, so every epoch has the same number of batches and steps. The one
-    larger size is spread evenly over the batches.
-    """
-    num_batches = -(-num_sequences // (token_budget // longest))
-    return np.diff(np.arange(num_batches + 1) * num_sequences // max(num_batches, 1))
-
-
 def padding_efficiency_table(
     lengths: ArrayLike, token_budget: int, strategy: Strategy = "min_padding", max_buckets: int = 16
 ) -> tuple[BucketingEfficiency, ...]:
@@ -61,7 +52,8 @@ def padding_efficiency_table(
         DataError: there are no sequences, one is empty, or one is longer than the budget.
     """
     checked = check_lengths(lengths)
-    check_budget(checked, token_budget)
+    limits = Limits(token_budget)
+    limits.check(checked)
     check_num_buckets(max_buckets)
     histogram = count_lengths(checked)
     choices = boundaries_up_to(histogram, max_buckets, strategy)
@@ -73,22 +65,13 @@ def padding_efficiency_table(
     return tuple(rows)
 
 
-def check_budget(lengths: IntArray, token_budget: int) -> None:
-    """Raise unless every sequence fits a batch of its own."""
-    if token_budget < 1:
-        raise ConfigError(f"bucketing.token_budget: {token_budget} is not a positive number of tokens")
-    longest = int(lengths.argmax())
-    if lengths[longest] > token_budget:
-        raise DataError(f"sequence {longest} has {lengths[longest]} tokens, more than bucketing.token_budget = {token_budget}")
-
-
 def expected_padding(histogram: Histogram, edges: tuple[int, ...], token_budget: int) -> tuple[float, int]:
     """Expected padded tokens of an epoch, and its number of batches."""
     buckets = bucket_of(histogram.length, edges)
     padded, num_batches = 0.0, 0
     for i in np.unique(buckets):
         length, count = histogram.length[buckets == i], histogram.num_sequences[buckets == i]
-        sizes, times = np.unique(batch_sizes(int(count.sum()), int(length[-1]), token_budget), return_counts=True)
+        sizes, times = np.unique(batch_sizes(int(count.sum()), token_budget // int(length[-1])), return_counts=True)
         for size, repeats in zip(sizes.tolist(), times.tolist(), strict=True):
             padded += repeats * size * _expected_longest(length, count, size)
             num_batches += repeats
