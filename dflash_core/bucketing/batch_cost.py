@@ -21,9 +21,9 @@ from dflash_core.bucketing.limits import Limits
 # Fixed cost of a batch, as a share of the token budget.
 BATCH_OVERHEAD = 0.2
 # Lower edges whose buckets are computed at once: enough to be quick, few enough to skip most of what lies below them.
-LOWER_EDGES_AT_ONCE = 64
+LOWER_EDGES_AT_ONCE = 96
 # Chance below which it is no longer counted that a batch misses the longest lengths of its bucket.
-NEGLIGIBLE = 1e-18
+NEGLIGIBLE = 1e-15
 
 
 class BucketCosts(NamedTuple):
@@ -54,6 +54,7 @@ class CostModel:
 
     def __init__(self, histogram: Histogram, limits: Limits, value: IntArray | None = None) -> None:
         self._limits = limits
+        self._length = histogram.length
         self._value = (limits.cost_of(histogram.length) if value is None else value).astype(np.float64)
         self._most = limits.most_sequences(histogram.length).tolist()
         self._below = np.concatenate(([0], np.cumsum(histogram.num_sequences)))
@@ -74,6 +75,17 @@ class CostModel:
                 matrix[begin:stop, end] = self.buckets(begin, stop, end).total(self._limits)
         return matrix
 
+    def of(self, edges: tuple[int, ...]) -> BucketCosts:
+        """Each bucket of a choice of upper edges; buckets without sequences are left out."""
+        ends = np.searchsorted(self._length, np.asarray(edges), side="right")
+        begins = np.concatenate(([0], ends[:-1]))
+        found = [self.buckets(i, i + 1, j) for i, j in zip(begins.tolist(), ends.tolist(), strict=True) if i < j]
+        return BucketCosts(np.concatenate([f.num_batches for f in found]), np.concatenate([f.cost for f in found]))
+
+    def total(self, edges: tuple[int, ...]) -> float:
+        """The objective of a choice of upper edges, in tokens."""
+        return float(self.of(edges).total(self._limits).sum())
+
     def buckets(self, begin: int, stop: int, end: int) -> BucketCosts:
         """Buckets of the lengths from i to `end` - 1, for i from `begin` to `stop` - 1."""
         first = np.arange(begin, stop)
@@ -84,9 +96,10 @@ class CostModel:
             return BucketCosts(num_batches, self._value_below[end] - self._value_below[first])
         small = num // num_batches
         num_large = num - small * num_batches
-        # A batch has at least half as many sequences as it may, unless it is the only one and holds the longest anyway.
-        likely = int(np.searchsorted(self._below[1:end], self._below[end] * NEGLIGIBLE ** (2 / most)))
-        column = max(begin, likely)
+        # The chance below is at most (m / n)^s; a batch that is the only one holds the longest anyway.
+        fewest = small[num_batches > 1].min(initial=most)
+        threshold = self._below[begin] + num[0] * NEGLIGIBLE ** (1 / fewest)
+        column = max(begin, int(np.searchsorted(self._below[1:end], threshold)))
         # Of a draw of s from n sequences all are among the m that are not longer than x with chance C(m, s) / C(n, s).
         among = self._below[column + 1 : end] - self._below[first][:, None]
         chance = self._chance(among, num[:, None], small[:, None])

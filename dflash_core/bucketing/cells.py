@@ -82,6 +82,9 @@ def _even_out(load: IntArray) -> tuple[IntArray, IntArray]:
         shares, takers = dearest[:, place], np.argsort(carried, axis=1, kind="stable")
         np.put_along_axis(cell_of_share[:, place], shares, takers, axis=1)
         np.put_along_axis(
-            carried, takers, np.take_along_axis(carried, takers, axis=1) + np.take_along_axis(load[:, place], shares, axis=1), axis=1
+            carried,
+            takers,
+            np.take_along_axis(carried, takers, axis=1) + np.take_along_axis(load[:, place], shares, axis=1),
+            axis=1,
         )
     return cell_of_share, carried
