@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash_core.bucketing import order_statistics, plan_epoch, shortest_possible_longest_run
-from dflash_core.bucketing.orders import diverse, diverse_buckets, grouped, pressing_bucket
+from dflash_core.bucketing.diverse import diverse, diverse_buckets, pressing_bucket
+from dflash_core.bucketing.orders import grouped
 
 multisets = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 with_majority = st.builds(

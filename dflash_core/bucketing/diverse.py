@@ -8,7 +8,7 @@ holds for every t, so for the ends of steps too, whatever their size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heappushpop
 
 import numpy as np
@@ -150,7 +150,7 @@ class _Filling:
             elif run < cap:
                 run += 1
             else:
-                last, run = self._take(known, lambda bucket, full=chosen: bucket != full), 1
+                last, run = self._take(known, chosen, wanted=False), 1
                 heappush(waiting, rank)
             append(last)
         self._num_known, self._last, self._run = known, last, run
@@ -172,20 +172,24 @@ class _Filling:
         for rank in self._to_come[self._num_known : known]:
             heappush(self._waiting, rank)
         self._num_known = known
-        self.sequence.append(self._take(known, lambda other: other == bucket))
+        self.sequence.append(self._take(known, bucket, wanted=True))
         self._run = self._run + 1 if self._last == bucket else 1
         self._last = bucket
 
-    def _take(self, known: int, may_come: Callable[[int], bool]) -> int:
-        """Take out the batch that is due first of those whose bucket may come: of those waiting, else of those to come."""
+    def _take(self, known: int, bucket: int, wanted: bool) -> int:
+        """Take out the batch that is due first, of those waiting, else of those to come.
+
+        Its bucket is `bucket` if that is wanted, else any other. Returns the bucket taken.
+        """
         owner = self._owner
-        fitting = [rank for rank in self._waiting if rank >= 0 and may_come(owner[rank])]
+        fitting = [rank for rank in self._waiting if rank >= 0 and (owner[rank] == bucket) is wanted]
         if fitting:
             rank = min(fitting)
             self._waiting.remove(rank)
             heapify(self._waiting)
         else:
             to_come = self._to_come
-            place = next(i for i in range(known, len(to_come)) if to_come[i] >= 0 and may_come(owner[to_come[i]]))
+            places = range(known, len(to_come))
+            place = next(i for i in places if to_come[i] >= 0 and (owner[to_come[i]] == bucket) is wanted)
             rank, to_come[place] = to_come[place], -1
         return owner[rank]

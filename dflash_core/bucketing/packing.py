@@ -61,9 +61,8 @@ def best_fit(shares: IntArray, limits: Limits) -> IntArray:
     # and says which row it is. Without sign, room that is not enough becomes a huge number.
     bits = most_rows.bit_length()
     number = np.uint32 if limits.token_budget.bit_length() + bits < 32 else np.uint64
-    needed = np.ascontiguousarray(shares.T).astype(number) << number(bits)
-    room = np.full((most_rows, num_windows), limits.token_budget << bits, dtype=number)
-    room |= np.arange(most_rows, dtype=number)[:, None]
+    needed = np.ascontiguousarray((shares << bits).T, dtype=number)
+    room = ((limits.token_budget << bits) + np.arange(most_rows)[:, None] + np.zeros(num_windows, dtype=np.int64)).astype(number)
     held = None if limits.max_sequences is None else np.zeros(room.shape, dtype=np.int64)
     row = np.empty((num, num_windows), dtype=np.int64)
     window, scratch = np.arange(num_windows), np.empty_like(room)
@@ -71,7 +70,7 @@ def best_fit(shares: IntArray, limits: Limits) -> IntArray:
     for j in range(num):
         np.subtract(room[:used], needed[j], out=scratch[:used])
         left = scratch[:used].min(axis=0)
-        row[j] = left & number((1 << bits) - 1)
+        row[j] = left & ((1 << bits) - 1)
         room[row[j], window] = left
         used = min(most_rows, max(used, int(row[j].max()) + 2))
         if held is not None:
