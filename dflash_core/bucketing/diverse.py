@@ -8,7 +8,7 @@ holds for every t, so for the ends of steps too, whatever their size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush, heappushpop
 
 import numpy as np
@@ -70,25 +70,28 @@ def diverse_buckets(counts: ArrayLike, rng: Generator) -> IntArray:
         before = filling.num_filled
         num_left = total - before
         # What `pressing_bucket` asks is whether this is negative. One place takes `cap` off at most.
-        slack = cap * num_left - (cap + 1) * int(left.max())
-        if slack >= CAREFUL_PLACES * cap:
-            filling.freely(min(num_left, slack // cap + 1))
+        slack = cap * num_left - (cap + 1) * left
+        if slack.min() >= CAREFUL_PLACES * cap:
+            filling.freely(min(num_left, int(slack.min()) // cap + 1))
         else:
-            filling.carefully(min(num_left, CAREFUL_PLACES), left.tolist())
+            near = np.flatnonzero(slack < CAREFUL_PLACES * cap).tolist()
+            filling.carefully(min(num_left, CAREFUL_PLACES), left.tolist(), near)
         left -= np.bincount(filling.sequence[before:], minlength=len(left))
     return np.array(filling.sequence, dtype=np.int64)
 
 
-def pressing_bucket(left: Sequence[int], num_left: int, cap: int) -> int:
+def pressing_bucket(left: Sequence[int], num_left: int, cap: int, among: Iterable[int]) -> int:
     """The bucket that must come now if runs of more than `cap` are to be avoided, or -1.
 
     With c_i of C batches left, an order with runs of at most R exists iff c_i <= R (C - c_i) + R for every i, where the
     bucket of the current run takes off the run's length on the right (docs/field.md 2). If that holds now, a move to
-    another bucket than i breaks it only where (R + 1) c_i > R C, which is true of one bucket at most, the largest; and
-    nothing else breaks it but a move to the bucket whose run is full.
+    another bucket than i breaks it only where (R + 1) c_i > R C, which is true of one bucket at most; and nothing else
+    breaks it but a move to the bucket whose run is full. `among`: the buckets of which it may be true.
     """
-    most = max(left)
-    return left.index(most) if (cap + 1) * most > cap * num_left else -1
+    for bucket in among:
+        if (cap + 1) * left[bucket] > cap * num_left:
+            return bucket
+    return -1
 
 
 class _Filling:
@@ -155,11 +158,17 @@ class _Filling:
             append(last)
         self._num_known, self._last, self._run = known, last, run
 
-    def carefully(self, num: int, left: list[int]) -> None:
-        """Fill `num` places with a look at the cap before each. `left`: batches left of every bucket; is used up."""
+    def carefully(self, num: int, left: list[int], near: list[int]) -> None:
+        """Fill `num` places with a look at the cap before each.
+
+        Args:
+            num: places to fill.
+            left: batches left of every bucket; is used up.
+            near: buckets that may become pressing meanwhile.
+        """
         num_left = sum(left)
         for _ in range(num):
-            pressing = pressing_bucket(left, num_left, self.cap)
+            pressing = pressing_bucket(left, num_left, self.cap, near)
             if pressing < 0:
                 self.freely(1)
             else:

@@ -13,8 +13,8 @@ from math import sqrt
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dflash_core.bucketing.lengths import FloatArray, IntArray
 from dflash_core.bucketing.diverse import shortest_possible_longest_run
+from dflash_core.bucketing.lengths import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)

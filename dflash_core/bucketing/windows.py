@@ -32,8 +32,12 @@ class Windows:
 
 
 def count_windows(num_batches: int, batches_per_window: int) -> int:
-    """Windows of about `batches_per_window` batches each; at least one, and at most one per batch."""
-    return min(max(1, round(num_batches / batches_per_window)), max(1, num_batches))
+    """Windows of about `batches_per_window` batches each; at most one per batch.
+
+    At least two where there are two batches: a single window would hold the same sequences, and so give the same batches,
+    in every epoch.
+    """
+    return min(max(2, round(num_batches / batches_per_window)), max(1, num_batches))
 
 
 def sorted_windows(size: IntArray, num_windows: int) -> Windows:
