@@ -147,9 +147,7 @@ def plain_cost(lengths: list[int], edges: tuple[int, ...], budget: int, limits: 
 
 @given(few_lengths, st.integers(1, 5), st.integers(12, 60), limits_given)
 @settings(max_examples=120, deadline=None)
-def test_with_a_budget_too_the_choice_is_the_best_of_all(
-    lengths: list[int], num: int, budget: int, limits: dict[str, int]
-) -> None:
+def test_with_a_budget_too_it_is_the_best_of_all(lengths: list[int], num: int, budget: int, limits: dict[str, int]) -> None:
     distinct = sorted(set(lengths))
     choices = [(*c, distinct[-1]) for k in range(num) for c in combinations(distinct[:-1], k)]
     edges = choose_boundaries(lengths, num, token_budget=budget, **limits)

@@ -16,14 +16,13 @@ costs_of_batches = st.lists(st.integers(1, 100) | st.sampled_from([1, 1000]), mi
 
 
 def plain_split(costs: list[int], num_cells: int) -> list[list[int]]:
-    """The shares of one step, as lists of its batches: a round gives one batch to each share, dearest to the least."""
-    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    """The shares of one step, as lists of its batches: the dearest first, to the least share that may have one more."""
+    each, num_larger = divmod(len(costs), num_cells)
     shares: list[list[int]] = [[] for _ in range(num_cells)]
-    while order:
-        this_round, order = order[:num_cells], order[num_cells:]
-        least = sorted(range(num_cells), key=lambda c: sum(costs[i] for i in shares[c]))
-        for c, batch in zip(least, this_round, strict=False):
-            shares[c].append(batch)
+    for batch in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        larger = sum(len(share) > each for share in shares)
+        room = [c for c in range(num_cells) if len(shares[c]) < each + (larger < num_larger)]
+        shares[min(room, key=lambda c: sum(costs[i] for i in shares[c]))].append(batch)
     return shares
 
 

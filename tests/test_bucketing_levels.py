@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ def test_steps_against_the_definitions(rows: list[tuple[int, int, int, int, int]
     if len(means) < 2 or max(means) == min(means):
         assert found.lag1_correlation is None
     else:
-        covariance = sum(a * b for a, b in zip(centred, centred[1:], strict=False))
+        covariance = sum(a * b for a, b in pairwise(centred))
         assert found.lag1_correlation == pytest.approx(covariance / sum(c * c for c in centred), abs=1e-6)
 
     def work(part: list[tuple[int, int, int, int, int]]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_windows_cut_sort_and_group_as_lists_do(size: list[int], num_windows: in
     num_windows = min(num_windows, len(size))
     windows = sorted_windows(np.array(size), num_windows)
     bounds = [i * len(size) // num_windows for i in range(num_windows + 1)]
-    parts = [sorted(range(a, b), key=lambda i: (-size[i], i)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [sorted(range(a, b), key=lambda i: (-size[i], i)) for a, b in pairwise(bounds)]
     position = windows.position()
     assert [p[here].tolist() for p, here in zip(position, windows.present, strict=True)] == parts
     assert set(position[~windows.present].tolist()) <= set(range(len(size)))

@@ -12,41 +12,53 @@ from dflash_core.bucketing.lengths import IntArray
 def assign_cells(cost: IntArray, batches_per_step: int, num_cells: int) -> IntArray:
     """Cell of every batch, in training order.
 
-    Inside a step the dearest batches go first, to the share with the least cost so far: one to each share, then one more
-    to each, until none is left. So a step's batches are counted out as evenly as possible, and where they do not divide,
-    the cheapest are the ones too many. Then the step's shares go to the cells, the dearest to the cell with the least
-    load so far. Loads carry over from step to step, so that what one step leaves uneven the next evens out; after any
-    step the loads of two cells differ by no more than one batch has ever cost.
+    First every step is split into as many shares as there are cells: the dearest batch goes first, to the share with the
+    least cost so far. A step's batches are counted out as evenly as possible: every share gets the same number where it
+    divides, else some get one more. Then the shares go to the cells, the dearest to the cell with the least load. Loads
+    carry over from step to step, so that what one step leaves uneven the next evens out: in the end the loads of two
+    cells differ by no more than the shares of a step do (which has not been seen to be more than its dearest batch), and
+    on the way by twice that. A step with fewer batches than cells leaves cells without one.
 
     Args:
-        cost: modelled cost of every batch, in training order; positive.
+        cost: modelled cost of every batch, in training order.
         batches_per_step: batches of a full step, over all cells.
         num_cells: number of cells.
     """
     if num_cells == 1:
         return np.zeros(len(cost), dtype=np.int64)
-    num_steps = -(-len(cost) // batches_per_step)
-    # [steps, batches]; what the last step lacks costs nothing.
-    costs = np.zeros(num_steps * batches_per_step, dtype=np.int64)
-    costs[: len(cost)] = cost
-    share, load = _split_steps(costs.reshape(num_steps, batches_per_step), num_cells)
-    cell_of_share = _carry(load)
-    return np.asarray(np.take_along_axis(cell_of_share, share, axis=1).ravel()[: len(cost)])
+    num_full = len(cost) // batches_per_step * batches_per_step
+    parts = [cost[:num_full].reshape(-1, batches_per_step), cost[None, num_full:]]
+    split = [_split_steps(part, num_cells) for part in parts if part.size]
+    cell_of_share = _carry(np.concatenate([load for _, load in split]))
+    cells: list[IntArray] = []
+    begin = 0
+    for share, _ in split:
+        cells.append(np.take_along_axis(cell_of_share[begin : begin + len(share)], share, axis=1).ravel())
+        begin += len(share)
+    return np.concatenate(cells)
 
 
 def _split_steps(costs: IntArray, num_cells: int) -> tuple[IntArray, IntArray]:
-    """The share of every batch, [steps, batches], and the cost of every share, [steps, cells]; all steps at once."""
+    """The share of every batch, [steps, batches], and the cost of every share, [steps, shares]; all steps at once."""
     num_steps, num = costs.shape
-    step = np.arange(num_steps)[:, None]
+    each, num_larger = divmod(num, num_cells)
+    step = np.arange(num_steps)
     dearest = np.argsort(-costs, axis=1, kind="stable")
     share = np.empty_like(costs)
-    load = np.zeros((num_steps, num_cells), dtype=np.int64)
-    for begin in range(0, num, num_cells):
-        batch = dearest[:, begin : begin + num_cells]
-        least = np.argsort(load, axis=1, kind="stable")[:, : batch.shape[1]]
+    # One number holds load and share, so that the least number says which share it is. Shares come first in these arrays,
+    # as numpy takes the least of columns much faster than that of short rows.
+    bits = num_cells.bit_length()
+    load = np.repeat(np.arange(num_cells)[:, None], num_steps, axis=1)
+    held = np.zeros_like(load)
+    larger_left = np.full(num_steps, num_larger)
+    for batch in dearest.T:
+        room = held < each + (larger_left > 0)
+        least = np.where(room, load, np.iinfo(np.int64).max).min(axis=0) & ((1 << bits) - 1)
         share[step, batch] = least
-        load[step, least] += costs[step, batch]
-    return share, load
+        load[least, step] += costs[step, batch] << bits
+        larger_left -= held[least, step] == each
+        held[least, step] += 1
+    return share, (load >> bits).T
 
 
 def _carry(load: IntArray) -> IntArray:
