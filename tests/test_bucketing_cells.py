@@ -28,6 +28,7 @@ def plain_split(costs: list[int], num_cells: int) -> list[list[int]]:
 
 @given(costs_of_batches, st.integers(1, 9), st.integers(2, 5))
 @settings(max_examples=150, deadline=None)
+@example([1000, 10, 1, 1, 1, 1, 1], 7, 3)
 def test_steps_are_split_as_by_the_plain_rule(costs: list[int], per_step: int, num_cells: int) -> None:
     cell = assign_cells(np.array(costs), per_step, num_cells).tolist()
     for begin in range(0, len(costs), per_step):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import groupby, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,6 +123,44 @@ def test_the_cap_rule_allows_exactly_the_moves_that_can_be_finished() -> None:
             assert good == ([pressing] if pressing >= 0 else moves(left, last, run, cap)), (left, cap, last, run)
             pressed, free = pressed + (pressing >= 0), free + (pressing < 0)
     assert pressed > 100 and free > 100
+
+
+@pytest.mark.parametrize("counts", [[40, 20, 21], [160, 20, 20], [90, 4, 5], [102, 50], [300, 200, 101]])
+def test_a_pressing_bucket_is_never_overlooked(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+    found: list[int] = []
+
+    def spy(*arguments: Any) -> int:
+        found.append(pressing_bucket(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr("dflash_core.bucketing.diverse.pressing_bucket", spy)
+    left, cap = list(counts), shortest_possible_longest_run(counts)
+    pressing = []
+    for bucket in diverse_buckets(counts, np.random.default_rng(0)).tolist():
+        pressing.append(pressing_bucket(left, sum(left), cap, range(len(left))))
+        assert pressing[-1] in (-1, bucket)
+        left[bucket] -= 1
+    assert [i for i in found if i >= 0] == [i for i in pressing if i >= 0] != []
+
+
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=5), st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_whatever_is_forced_comes_and_every_batch_comes_once(counts: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    forced: list[tuple[int, int]] = []
+
+    def force(left: list[int], num_left: int, cap: int, among: list[int]) -> int:
+        chosen = int(rng.choice([i for i, n in enumerate(left) if n] + [-1]))
+        forced.append((sum(counts) - num_left, chosen))
+        return chosen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash_core.bucketing.diverse.pressing_bucket", force)
+        patch.setattr("dflash_core.bucketing.diverse.CAREFUL_PLACES", 10**6)
+        patch.setattr("dflash_core.bucketing.diverse.shortest_possible_longest_run", lambda _: 10**3)
+        sequence = diverse_buckets(counts, np.random.default_rng(seed)).tolist()
+    assert [sequence.count(i) for i in range(len(counts))] == counts
+    assert len(forced) == len(sequence) and all(chosen in (-1, sequence[place]) for place, chosen in forced)
 
 
 def test_the_bound_without_batches() -> None:
