@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -31,26 +32,38 @@ def requests(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
         "order": draw(st.sampled_from(ORDERS)),
         "seed": draw(st.integers(0, 2**40)),
         "epoch": draw(st.integers(0, 5)),
+        "strategy": draw(st.sampled_from(["padded", "packed"])),
+        "max_sequences": draw(st.none() | st.integers(1, 9)),
+        "quadratic_length": draw(st.none() | st.integers(1, 90)),
+        "sort_window": draw(st.sampled_from([0, 1, 3, 50])),
+        "pack_window": draw(st.integers(1, 9)),
     }
     return lengths, arguments
 
 
 @given(requests())
-@settings(max_examples=150, deadline=None)
-def test_every_sequence_is_in_one_batch_of_its_bucket_within_the_budget(request: tuple[list[int], dict[str, Any]]) -> None:
+@settings(max_examples=250, deadline=None)
+def test_every_sequence_is_in_one_batch_within_all_limits(request: tuple[list[int], dict[str, Any]]) -> None:
     lengths, arguments = request
     plan = plan_epoch(lengths, **arguments)
-    batches = [plan.samples(i).tolist() for i in range(plan.num_batches)]
+    batches = batches_of(plan)
     assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
-    bounds = (0, *plan.edges)
+    assert plan.packed == (arguments["strategy"] == "packed")
+    bounds, budget, quadratic = (0, *plan.edges), arguments["token_budget"], arguments["quadratic_length"]
     for i, batch in enumerate(batches):
         held = [lengths[s] for s in batch]
-        assert all(bounds[plan.bucket[i]] < n <= bounds[plan.bucket[i] + 1] for n in held)
+        costs = [n if quadratic is None else n + math.ceil(n * n / quadratic) for n in held]
+        in_bucket = [bounds[plan.bucket[i]] < n <= bounds[plan.bucket[i] + 1] for n in held]
+        assert in_bucket[held.index(max(held))] and (plan.packed or all(in_bucket))
         assert plan.num_sequences[i] == len(held) > 0
         assert plan.num_tokens[i] == sum(held)
         assert plan.max_length[i] == max(held)
         assert plan.mean_length[i] == pytest.approx(sum(held) / len(held))
-        assert plan.num_padded_tokens[i] == len(held) * max(held) <= arguments["token_budget"]
+        assert plan.num_padded_tokens[i] == (sum(held) if plan.packed else len(held) * max(held)) <= budget
+        assert plan.cost[i] == (sum(costs) if plan.packed else len(held) * max(costs))
+        assert plan.cost[i] <= budget or len(held) == 1
+        assert len(held) <= (arguments["max_sequences"] or len(held))
+    assert plan.budget_fill == pytest.approx(sum(lengths) / (plan.num_batches * budget))
 
 
 @given(requests())
@@ -64,7 +77,7 @@ def test_steps_are_consecutive_batches_shared_out_evenly(request: tuple[list[int
     for step in range(plan.num_steps):
         held = np.bincount(plan.cell[plan.step == step], minlength=num_cells)
         assert len(held) == num_cells and held.max() - held.min() <= 1
-    assert plan.cell.tolist() == assign_cells(plan.num_padded_tokens, per_step, num_cells).tolist()
+    assert plan.cell.tolist() == assign_cells(plan.cost, per_step, num_cells).tolist()
 
 
 @given(requests())
@@ -87,18 +100,27 @@ def example(**changes: Any) -> EpochPlan:
     return plan_epoch(lengths, edges, **{"token_budget": 1200, "batches_per_step": 6, "num_cells": 2} | changes)
 
 
+@pytest.mark.parametrize("how", [{}, {"sort_window": 8}, {"strategy": "packed", "pack_window": 16}])
 @pytest.mark.parametrize("order", ORDERS)
-def test_seed_and_epoch_change_batches_but_not_their_number(order: str) -> None:
-    first, other_seed, other_epoch = example(order=order), example(order=order, seed=1), example(order=order, epoch=1)
-    assert len({p.fingerprint() for p in (first, other_seed, other_epoch)}) == 3
-    contents = [{frozenset(batch) for batch in batches_of(p)} for p in (first, other_seed, other_epoch)]
-    assert len(contents[0] & contents[1]) < len(contents[0]) / 10
-    assert len(contents[0] & contents[2]) < len(contents[0]) / 10
-    assert len(contents[1] & contents[2]) < len(contents[0]) / 10
-    assert first.num_batches == other_seed.num_batches == other_epoch.num_batches
+def test_seed_and_epoch_change_batches(order: str, how: dict[str, Any]) -> None:
+    plans = [example(order=order, **change, **how) for change in ({}, {"seed": 1}, {"epoch": 1})]
+    assert len({p.fingerprint() for p in plans}) == 3
+    contents = [{frozenset(batch) for batch in batches_of(p) if len(batch) > 1} for p in plans]
+    for first, second in itertools.combinations(contents, 2):
+        assert len(first & second) < len(first) / 10
+    if not how:
+        assert len({p.num_batches for p in plans}) == 1
 
 
-@pytest.mark.parametrize("field", ["bucket", "step", "cell", "num_tokens", "max_length", "sample_index", "offsets"])
+@pytest.mark.parametrize(
+    "change",
+    [{"strategy": "packed"}, {"max_sequences": 900}, {"quadratic_length": 10**9}, {"sort_window": 1}, {"pack_window": 9}],
+)
+def test_the_fingerprint_sees_how_batches_were_formed(change: dict[str, Any]) -> None:
+    assert example(**change).fingerprint() != example().fingerprint()
+
+
+@pytest.mark.parametrize("field", ["bucket", "step", "cell", "num_tokens", "max_length", "cost", "sample_index", "offsets"])
 def test_the_fingerprint_sees_every_array(field: str) -> None:
     plan = example()
     changed = getattr(plan, field).copy()
@@ -133,25 +155,21 @@ def test_grouped_steps_hold_one_bucket_as_far_as_counts_allow() -> None:
     assert plan.bucket.tolist() != sorted(plan.bucket.tolist())
 
 
-@given(
-    st.lists(st.integers(1, 100) | st.sampled_from([1, 1000]), min_size=1, max_size=80),
-    st.integers(1, 4),
-    st.integers(1, 4),
-)
-@settings(max_examples=200, deadline=None)
-def test_loads_of_cells_never_differ_by_more_than_the_dearest_batch(costs: list[int], num_cells: int, each: int) -> None:
-    per_step = num_cells * each
-    cell = assign_cells(np.array(costs), per_step, num_cells)
-    for end in range(per_step, len(costs) + 1, per_step):
-        load = np.bincount(cell[:end], weights=costs[:end], minlength=num_cells)
-        assert load.max() - load.min() <= max(costs[:end])
-
-
-def test_dearest_batches_go_first_to_the_least_loaded_cell() -> None:
-    # Step 1: 9 | 5 + 4 would be even, but each cell gets two: 9 + 1 | 5 + 4. Step 2 starts from loads 10 and 9.
-    assert assign_cells(np.array([1, 4, 5, 9, 2, 2, 7, 3]), 4, 2).tolist() == [0, 1, 1, 0, 0, 1, 1, 0]
-    # A step of one batch goes to the cell with less.
-    assert assign_cells(np.array([5, 3, 1]), 2, 2).tolist() == [0, 1, 1]
+@pytest.mark.parametrize("strategy", ["padded", "packed"])
+@pytest.mark.parametrize("sort_window", [0, 4])
+@pytest.mark.parametrize("order", ORDERS)
+def test_one_and_two_sequences(order: Any, sort_window: int, strategy: Any) -> None:
+    how: dict[str, Any] = {
+        "batches_per_step": 8,
+        "num_cells": 4,
+        "order": order,
+        "sort_window": sort_window,
+        "strategy": strategy,
+    }
+    one = plan_epoch([7], [7], token_budget=7, **how)
+    assert (one.num_batches, one.num_steps, one.samples(0).tolist()) == (1, 1, [0])
+    two = plan_epoch([3, 9], [4, 5, 9], token_budget=12, **how)
+    assert two.num_batches == (1 if strategy == "packed" else 2) and two.sample_index.max() == 1
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -178,6 +196,11 @@ def test_small_epochs(order: Any) -> None:
         ({"num_cells": 0}, ConfigError, "topology.cells: 0"),
         ({"seed": -1}, ConfigError, "train.seed: -1"),
         ({"epoch": -1}, ConfigError, "epoch: -1"),
+        ({"max_sequences": 0}, ConfigError, "bucketing.max_sequences: 0"),
+        ({"quadratic_length": 0}, ConfigError, "bucketing.quadratic_length: 0"),
+        ({"sort_window": -1}, ConfigError, "bucketing.sort_window: -1"),
+        ({"pack_window": 0}, ConfigError, "bucketing.pack_window: 0"),
+        ({"strategy": "dense"}, ConfigError, "bucketing.strategy: 'dense' is none of padded, packed"),
         ({"order": "random"}, ConfigError, "bucketing.order: 'random'"),
     ],
 )

@@ -1,9 +1,12 @@
 """Where one length bucket ends and the next begins.
 
-`min_padding` is an exact optimum, found by dynamic programming over the distinct lengths. Its model of padding: a batch
-is a random draw from its bucket, and is charged as if it were padded to the longest sequence of the bucket. That is the
-limit of large batches and an upper bound for every batch, and it needs no token budget, so the boundaries of a dataset
-can be stored with it. `dflash_core.bucketing.padding` has the expectation for a given budget.
+`min_padding` is an exact optimum, found by dynamic programming over the distinct lengths.
+
+- With a token budget it minimises the sum over buckets of [expected modelled cost of the planner's random batches] +
+  `BATCH_OVERHEAD` * token budget * [number of batches] (`dflash_core.bucketing.batch_cost`). Without `quadratic_length`
+  the modelled cost is padded tokens.
+- Without one it knows no batches, and charges every sequence as if it were padded to the longest of its bucket: the limit
+  of large batches, and an upper bound for every batch.
 
 `equal_tokens` cuts where buckets hold about the same number of tokens; it ignores padding and exists to be compared with.
 """
@@ -17,7 +20,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dflash_core.bucketing.lengths import Histogram, IntArray, check_lengths, count_lengths
+from dflash_core.bucketing.batch_cost import CostModel
+from dflash_core.bucketing.lengths import FloatArray, Histogram, IntArray, check_lengths, count_lengths
+from dflash_core.bucketing.limits import Limits
 from dflash_core.errors import ConfigError
 
 Strategy = Literal["min_padding", "equal_tokens"]
@@ -25,20 +30,41 @@ MAX_FINE_BINS = 512  # the dynamic program takes time and memory in the square o
 MAX_BUCKETS = MAX_FINE_BINS // 2  # so that coarsening always leaves enough bins
 
 
-def choose_boundaries(lengths: ArrayLike, num_buckets: int, strategy: Strategy = "min_padding") -> tuple[int, ...]:
+def choose_boundaries(
+    lengths: ArrayLike,
+    num_buckets: int,
+    strategy: Strategy = "min_padding",
+    token_budget: int | None = None,
+    *,
+    max_sequences: int | None = None,
+    quadratic_length: int | None = None,
+) -> tuple[int, ...]:
     """Upper edges of `num_buckets` buckets, in tokens, ascending; the last is the longest length.
 
-    Every edge is a length that occurs, so no bucket is empty. Where fewer distinct lengths occur than buckets are asked
-    for, there is one bucket per length. `min_padding` is exact up to 512 distinct lengths. Beyond that it places its edges
-    at the ends of at most 512 fine bins and is exact among those; a bin of several lengths holds at most about 1/256 of
-    the tokens and of the distinct lengths.
+    Every edge is a length that occurs, so no bucket is empty. There are fewer buckets where fewer distinct lengths occur;
+    and, for `min_padding` with a budget, where another bucket would cost more in batches than it saves in padding, which
+    only a handful of sequences comes to. `min_padding` is exact up to 512 distinct lengths. Beyond that it places its
+    edges at the ends of at most 512 fine bins and is exact among those; a bin of several lengths holds at most about
+    1/256 of the tokens and of the distinct lengths, and counts as if all were of its longest.
+
+    Args:
+        lengths: tokens of every sequence, [num_sequences].
+        num_buckets: number of buckets.
+        strategy: `min_padding` or `equal_tokens`.
+        token_budget: most padded tokens of a batch; None for the objective that needs none.
+        max_sequences, quadratic_length: as in `plan_epoch`; they count only with a budget.
 
     Raises:
-        ConfigError: `num_buckets` is not in 1..256, or `strategy` is not known.
-        DataError: there are no sequences, or one is empty.
+        ConfigError: `num_buckets` is not in 1..256, `strategy` is not known, or a limit is out of range.
+        DataError: there are no sequences, one is empty, or one is longer than the budget.
     """
     check_num_buckets(num_buckets)
-    return boundaries_up_to(count_lengths(check_lengths(lengths)), num_buckets, strategy)[-1]
+    checked = check_lengths(lengths)
+    limits = None
+    if token_budget is not None:
+        limits = Limits(token_budget, max_sequences, quadratic_length)
+        limits.check(checked)
+    return boundaries_up_to(count_lengths(checked), num_buckets, strategy, limits)[-1]
 
 
 def check_num_buckets(num_buckets: int) -> None:
@@ -46,14 +72,24 @@ def check_num_buckets(num_buckets: int) -> None:
         raise ConfigError(f"bucketing.num_buckets: {num_buckets} is not in 1..{MAX_BUCKETS}")
 
 
-def boundaries_up_to(histogram: Histogram, max_buckets: int, strategy: Strategy) -> list[tuple[int, ...]]:
+def boundaries_up_to(
+    histogram: Histogram, max_buckets: int, strategy: Strategy, limits: Limits | None = None
+) -> list[tuple[int, ...]]:
     """`choose_boundaries` for 1, 2, ... buckets, up to `max_buckets` or the number of distinct lengths."""
     max_buckets = min(max_buckets, len(histogram.length))
-    if strategy == "min_padding":
-        return _min_padding(_coarsen(histogram), max_buckets)
     if strategy == "equal_tokens":
         return [_equal_tokens(histogram, k) for k in range(1, max_buckets + 1)]
-    raise ConfigError(f"bucketing.boundaries: {strategy!r} is neither min_padding nor equal_tokens nor a list of upper edges")
+    if strategy != "min_padding":
+        raise ConfigError(f"bucketing.boundaries: {strategy!r} is neither min_padding nor equal_tokens nor a list of upper edges")
+    fine = _coarsen(histogram)
+    if limits is None:
+        return _cheapest(fine.length, _padded_to_longest(fine), max_buckets)
+    choices = _cheapest(fine.length, CostModel(fine, limits).matrix(), max_buckets)
+    model = CostModel(histogram, limits)
+    for k in range(1, len(choices)):
+        # Fewer buckets, where one more costs more.
+        choices[k] = min(choices[k - 1 : k + 1], key=model.total)
+    return choices
 
 
 def validate_boundaries(edges: Sequence[int], lengths: ArrayLike) -> tuple[int, ...]:
@@ -100,25 +136,28 @@ def _coarsen(histogram: Histogram) -> Histogram:
     return Histogram(histogram.length[ends], np.diff(sequences, prepend=0))
 
 
-def _min_padding(histogram: Histogram, max_buckets: int) -> list[tuple[int, ...]]:
-    """Best edges for every number of buckets up to `max_buckets`.
-
-    best[j] is the least padded total of the first j distinct lengths in k buckets; one more bucket that begins after the
-    first i of them costs (their number up to j) x (length j). `cut[k][j]` remembers the best i.
-    """
-    num_lengths = len(histogram.length)
+def _padded_to_longest(histogram: Histogram) -> FloatArray:
+    """Tokens of every bucket when all are padded to its longest; as `CostModel.matrix`."""
     sequences = np.concatenate(([0], np.cumsum(histogram.num_sequences)))
-    # cost[i, j]: lengths i..j-1 in one bucket. An empty or negative range is no bucket.
     cost = (sequences[None, :] - sequences[:, None]).astype(np.float64)
     cost[:, 1:] *= histogram.length
-    cost[np.tril_indices(num_lengths + 1)] = np.inf
+    cost[np.tril_indices(len(sequences))] = np.inf
+    return cost
+
+
+def _cheapest(length: IntArray, cost: FloatArray, max_buckets: int) -> list[tuple[int, ...]]:
+    """Best edges for every number of buckets up to `max_buckets`.
+
+    best[j] is the least cost of the first j distinct lengths in k buckets; one more bucket, of lengths i to j - 1, costs
+    cost[i, j]. `cuts[k][j]` remembers the best i.
+    """
     best = cost[0]
-    cuts = [np.zeros(num_lengths + 1, dtype=np.int64)]
+    cuts = [np.zeros(len(length) + 1, dtype=np.int64)]
     for _ in range(1, max_buckets):
         totals = best[:, None] + cost
         cuts.append(totals.argmin(axis=0))
         best = np.take_along_axis(totals, cuts[-1][None, :], axis=0)[0]
-    return [_trace(histogram.length, cuts[: k + 1]) for k in range(max_buckets)]
+    return [_trace(length, cuts[: k + 1]) for k in range(max_buckets)]
 
 
 def _trace(length: IntArray, cuts: list[IntArray]) -> tuple[int, ...]:

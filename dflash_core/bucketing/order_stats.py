@@ -13,8 +13,8 @@ from math import sqrt
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dflash_core.bucketing.diverse import shortest_possible_longest_run
 from dflash_core.bucketing.lengths import FloatArray, IntArray
-from dflash_core.bucketing.orders import shortest_possible_longest_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def order_statistics(
         shortest_possible_longest_run=shortest_possible_longest_run(counts),
         mean_run=len(buckets) / len(runs) if len(runs) else None,
         runs_z=_runs_z(counts, len(runs)),
-        lag1_correlation=_lag1_correlation(means),
+        lag1_correlation=lag1_correlation(means),
         prefix_deviation=_prefix_deviation(buckets, counts),
         step_share_sd=_step_share_sd(buckets, steps, counts),
         padding_efficiency=_padding_efficiency(num_tokens, num_padded_tokens),
@@ -111,7 +111,8 @@ def _runs_z(counts: IntArray, num_runs: int) -> float | None:
     return (num_runs - mean) / sqrt(variance) if variance > 0 else None
 
 
-def _lag1_correlation(values: FloatArray) -> float | None:
+def lag1_correlation(values: FloatArray) -> float | None:
+    """Autocorrelation at lag 1; None where the values are constant, or fewer than two."""
     if len(values) < 2 or np.ptp(values) == 0:
         return None
     centred = values - values.mean()

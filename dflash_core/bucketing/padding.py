@@ -1,21 +1,15 @@
-"""How many tokens padding costs: the expectation that the planner's batches have, without making a plan.
-
-The planner cuts a random order of a bucket's sequences into batches of sizes that differ by at most one
-(`batch_sizes`). A batch is then a draw without replacement, and its padded size is its count times the expected longest
-of the draw. So this is the mean over all seeds, not an approximation.
-"""
+"""How many tokens padding costs: the expectation that the planner's random batches have, without making a plan."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from math import lgamma
 
-import numpy as np
 from numpy.typing import ArrayLike
 
+from dflash_core.bucketing.batch_cost import CostModel
 from dflash_core.bucketing.boundaries import Strategy, boundaries_up_to, check_num_buckets
-from dflash_core.bucketing.lengths import FloatArray, Histogram, IntArray, bucket_of, check_lengths, count_lengths
-from dflash_core.errors import ConfigError, DataError
+from dflash_core.bucketing.lengths import check_lengths, count_lengths
+from dflash_core.bucketing.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,85 +18,65 @@ class BucketingEfficiency:
 
     Attributes:
         num_buckets: number of buckets asked for.
-        edges: upper edges in tokens; fewer than `num_buckets` where fewer distinct lengths occur.
+        edges: upper edges in tokens; fewer than `num_buckets` where that many do not occur or do not pay.
         padding_efficiency: expected real tokens per padded token, from 0 to 1.
         num_batches: batches per epoch.
+        budget_fill: real tokens as a share of what the batches might hold, from 0 to 1.
+        modelled_cost: the objective of `min_padding`, in budgets of tokens: expected modelled cost of all batches, and
+            `BATCH_OVERHEAD` for each.
     """
 
     num_buckets: int
     edges: tuple[int, ...]
     padding_efficiency: float
     num_batches: int
+    budget_fill: float
+    modelled_cost: float
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
-def batch_sizes(num_sequences: int, longest: int, token_budget: int) -> IntArray:
-    """Sizes of the batches of one bucket: as few as the budget allows, and as even as whole numbers allow.
-
-    The number depends only on the bucket's content, so every epoch has the same number of batches and steps. The one
-    larger size is spread evenly over the batches.
-    """
-    num_batches = -(-num_sequences // (token_budget // longest))
-    return np.diff(np.arange(num_batches + 1) * num_sequences // max(num_batches, 1))
-
-
 def padding_efficiency_table(
-    lengths: ArrayLike, token_budget: int, strategy: Strategy = "min_padding", max_buckets: int = 16
+    lengths: ArrayLike,
+    token_budget: int,
+    strategy: Strategy = "min_padding",
+    max_buckets: int = 16,
+    *,
+    max_sequences: int | None = None,
+    quadratic_length: int | None = None,
 ) -> tuple[BucketingEfficiency, ...]:
-    """Modelled padding efficiency for 1, 2, ... `max_buckets` buckets, to choose their number by.
+    """What 1, 2, ... `max_buckets` buckets cost, to choose their number by. The rows are about random batches: batches
+    that are sorted in windows pad less, and packed rows not at all.
 
-    Read it next to `num_batches`: the longest sequence of a bucket limits its batches, so a single wide bucket pads little
-    only because its batches are small and many.
+    Read the cost, which never rises with the number of `min_padding` buckets. The padding efficiency alone misleads: the
+    longest sequence of a bucket limits its batches, so a single wide bucket pads little only because its batches are
+    small and many, and that shows in `num_batches` and `budget_fill`.
 
     Raises:
-        ConfigError: the budget or `max_buckets` is out of range, or the strategy is not known.
+        ConfigError: a limit or `max_buckets` is out of range, or the strategy is not known.
         DataError: there are no sequences, one is empty, or one is longer than the budget.
     """
-    checked = check_lengths(lengths)
-    check_budget(checked, token_budget)
     check_num_buckets(max_buckets)
+    checked = check_lengths(lengths)
+    limits = Limits(token_budget, max_sequences, quadratic_length)
+    limits.check(checked)
     histogram = count_lengths(checked)
-    choices = boundaries_up_to(histogram, max_buckets, strategy)
+    choices = boundaries_up_to(histogram, max_buckets, strategy, limits)
+    cost, padding = CostModel(histogram, limits), CostModel(histogram, limits, histogram.length)
     rows = []
     for k in range(1, max_buckets + 1):
         edges = choices[min(k, len(choices)) - 1]
-        padded, num_batches = expected_padding(histogram, edges, token_budget)
-        rows.append(BucketingEfficiency(k, edges, histogram.num_tokens / padded, num_batches))
+        padded = padding.of(edges)
+        num_batches = int(padded.num_batches.sum())
+        rows.append(
+            BucketingEfficiency(
+                num_buckets=k,
+                edges=edges,
+                padding_efficiency=histogram.num_tokens / float(padded.cost.sum()),
+                num_batches=num_batches,
+                budget_fill=histogram.num_tokens / (num_batches * token_budget),
+                modelled_cost=cost.total(edges) / token_budget,
+            )
+        )
     return tuple(rows)
-
-
-def check_budget(lengths: IntArray, token_budget: int) -> None:
-    """Raise unless every sequence fits a batch of its own."""
-    if token_budget < 1:
-        raise ConfigError(f"bucketing.token_budget: {token_budget} is not a positive number of tokens")
-    longest = int(lengths.argmax())
-    if lengths[longest] > token_budget:
-        raise DataError(f"sequence {longest} has {lengths[longest]} tokens, more than bucketing.token_budget = {token_budget}")
-
-
-def expected_padding(histogram: Histogram, edges: tuple[int, ...], token_budget: int) -> tuple[float, int]:
-    """Expected padded tokens of an epoch, and its number of batches."""
-    buckets = bucket_of(histogram.length, edges)
-    padded, num_batches = 0.0, 0
-    for i in np.unique(buckets):
-        length, count = histogram.length[buckets == i], histogram.num_sequences[buckets == i]
-        sizes, times = np.unique(batch_sizes(int(count.sum()), int(length[-1]), token_budget), return_counts=True)
-        for size, repeats in zip(sizes.tolist(), times.tolist(), strict=True):
-            padded += repeats * size * _expected_longest(length, count, size)
-            num_batches += repeats
-    return padded, num_batches
-
-
-def _expected_longest(length: IntArray, count: IntArray, size: int) -> float:
-    """Mean of the longest of `size` sequences drawn without replacement.
-
-    P(longest <= x) = C(m, size) / C(n, size), where m of the n sequences are no longer than x.
-    """
-    at_most = np.cumsum(count)
-    log_ways: FloatArray = np.array(
-        [lgamma(m + 1) - lgamma(m - size + 1) if m >= size else -np.inf for m in at_most.tolist()], dtype=np.float64
-    )
-    probability = np.exp(log_ways - log_ways[-1])
-    return float(length @ np.diff(probability, prepend=0.0))
