@@ -236,7 +236,7 @@ def show_scaling(sizes: Sizes) -> None:
     for strategy in ("padded", "packed"):
         for count in sizes.scaling:
             command = [sys.executable, __file__, "--measure", str(count), "--strategy", strategy]
-            row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            row = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
             print(
                 f"{count:12,} {strategy:>9} {row['choosing']:9.4f} {row['planning']:9.4f} "
                 f"{row['planning'] / count * 1e6:8.3f} {row['peak'] / 1e6:9.0f}"
@@ -316,10 +316,10 @@ def compare_padding(epochs: list[Epoch], num_sequences: int) -> None:
 
 
 def compare_orders(epochs: list[Epoch], edges: tuple[int, ...]) -> None:
-    print(f"\n(c) Order of the same batches, steps of {BATCHES_PER_STEP}; a batch counts for the bucket of its mean length")
+    print(f"\n(c) Order of the same batches, steps of {BATCHES_PER_STEP}; a batch counts for the bucket of its longest sequence")
     print(f"{'':34} {'longest run':>11} {'R*':>4} {'prefix dev.':>11} {'step share sd':>13} {'lag-1':>7}")
     for e in epochs:
-        bucket = np.searchsorted(np.asarray(edges), e.mean_length, side="left")
+        bucket = np.searchsorted(np.asarray(edges), e.longest, side="left")
         step = np.arange(len(bucket)) // BATCHES_PER_STEP
         s = order_statistics(bucket, step=step, mean_length=e.mean_length, num_buckets=len(edges))
         print(
