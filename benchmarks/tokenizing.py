@@ -17,6 +17,7 @@ Text that repeats suits the tokenizer's cache of words, so it flatters the bare 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -24,14 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_core.config import DataConfig
-from dflash_core.data import ChatEncoder, Conversation, load_tokenizer, prepare_dataset, read_conversations
+from dflash_core.data import BadRow, ChatEncoder, Conversation, Rendered, load_tokenizer, prepare_dataset
+from dflash_core.data.rows import parse_row
 from dflash_core.errors import ConfigError
 from dflash_core.model.gguf import resolve_target_folder
 
@@ -103,7 +105,7 @@ def train_tokenizer(corpus: Path, folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    turns = (m.content for c in conversations(corpus) for m in c.messages)
+    turns = (message["content"] for row in read_json_lines(corpus) for message in row["messages"])
     tokenizer.train_from_iterator(turns, trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     wrapped.chat_template = CHATML
@@ -111,25 +113,34 @@ def train_tokenizer(corpus: Path, folder: Path) -> Path:
     return folder
 
 
-def conversations(corpus: Path) -> Iterator[Conversation]:
-    for item in read_conversations((str(corpus),), "reject"):
-        if isinstance(item, Conversation):
-            yield item
+def read_json_lines(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
 
 
 # --- one trial, in a process of its own -----------------------------------------------------------------------------------
+
+
+def conversations(corpus: Path) -> Iterator[Conversation]:
+    for row, value in enumerate(read_json_lines(corpus), start=1):
+        yield parse_row(value, source_file=str(corpus), row=row, default_id=str(row), default_source=corpus.stem)
+
+
+def render_all(encoder: ChatEncoder, items: Iterable[Conversation]) -> list[Rendered]:
+    """All sequences of the conversations; those that `prepare_dataset` would reject are left out."""
+    rendered: list[Rendered] = []
+    for item in items:
+        with contextlib.suppress(BadRow):
+            rendered += encoder.render(item)
+    return rendered
 
 
 def render(corpus: Path, tokenizer: Path, out: Path) -> None:
     """Write what the conversations look like to the tokenizer, one JSON string a line: the text of the bare trials."""
     encoder = ChatEncoder(load_tokenizer(tokenizer))
     with out.open("w", encoding="utf-8") as file:
-        for conversation in conversations(corpus):
-            file.write(json.dumps(encoder.render(conversation).text) + "\n")
-
-
-def read_rendered(path: Path) -> list[str]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for item in render_all(encoder, conversations(corpus)):
+            file.write(json.dumps(item.text) + "\n")
 
 
 def chunks(items: list[Any]) -> Iterator[list[Any]]:
@@ -143,22 +154,20 @@ def run_trial(trial: str, case: Case, cores: int) -> dict[str, Any]:
     tokenizer = load_tokenizer(case.tokenizer)
     if trial == "prepare_dataset":
         return prepare(case, tokenizer, cores)
-    texts = read_rendered(case.rendered)
+    texts = list(read_json_lines(case.rendered))
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     encoder = ChatEncoder(tokenizer)
     read = list(conversations(case.corpus))
-    rendered = [encoder.render(conversation) for conversation in read] if trial == "encoder" else []
+    rendered = render_all(encoder, read) if trial == "encoder" else []
     work: dict[str, Callable[[], int]] = {
         "encode_batch": lambda: sum(len(e) for c in chunks(texts) for e in backend.encode_batch(c, add_special_tokens=False)),
         "encode_batch_fast": lambda: sum(
             len(e) for c in chunks(texts) for e in backend.encode_batch_fast(c, add_special_tokens=False)
         ),
         "encoder": lambda: sum(len(e.input_ids) for c in chunks(rendered) for e in encoder.encode(c)),
-        "render + encoder": lambda: sum(
-            len(e.input_ids) for c in chunks(read) for e in encoder.encode([encoder.render(item) for item in c])
-        ),
+        "render + encoder": lambda: sum(len(e.input_ids) for c in chunks(read) for e in encoder.encode(render_all(encoder, c))),
     }
     start = time.perf_counter()
     tokens = work[trial]()
@@ -191,7 +200,7 @@ def child(case: Case, cores: int, *command: str) -> str:
 
 def show(case: Case, cores: int, rounds: int) -> None:
     child(case, cores, "--render")
-    size = sum(len(text.encode()) for text in read_rendered(case.rendered)) / 1e6
+    size = sum(len(text.encode()) for text in read_json_lines(case.rendered)) / 1e6
     results: dict[str, list[dict[str, Any]]] = {trial: [] for trial in TRIALS}
     for first in range(rounds):
         for trial in TRIALS[first % len(TRIALS) :] + TRIALS[: first % len(TRIALS)]:
