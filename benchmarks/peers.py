@@ -3,8 +3,8 @@
     .venv-peers/bin/python benchmarks/peers.py lengths.npy
 
 One JSON object a line comes in (`peer`, its `options`, `sequences`, `epoch`, and `save`: a file for the batches, or
-null), one goes out: `seconds`, or `error`. Only the sampler's iteration is timed; what it is built from is made before
-and kept. The first line out tells the versions.
+null), one goes out: seconds as `wall` and `cpu`, or `error`. Only the sampler's iteration is timed; what it is built
+from is made before and kept. The first line out tells the versions.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ KINDS: dict[str, Callable[..., Peer]] = {
 
 def answer(request: dict[str, Any], build: Callable[[str, int, tuple[tuple[str, int], ...]], Peer]) -> dict[str, Any]:
     peer = build(request["peer"], request["sequences"], tuple(sorted(request["options"].items())))
-    start = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     result = peer.iterate(request["epoch"])
-    seconds = time.perf_counter() - start
+    spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
     if request["save"] is not None:
         batches = list(peer.batches(result))
         offsets = np.cumsum([0, *(len(batch) for batch in batches)])
         np.savez(request["save"], sample_index=np.concatenate(batches), offsets=offsets)
-    return {"seconds": seconds}
+    return spent
 
 
 def serve(lengths: IntArray, requests: TextIO, replies: TextIO) -> None:

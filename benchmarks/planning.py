@@ -19,11 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,17 +95,15 @@ class Peers:
         self._process.communicate()
         self._log.close()
 
-    def seconds(self, peer: str, sequences: int, epoch: int, **options: int) -> float:
-        return float(self._ask(peer, sequences, epoch, options, None)["seconds"])
-
     def batches(self, peer: str, sequences: int, **options: int) -> tuple[IntArray, IntArray]:
         """Sequence indices of one epoch's batches in a row, and where each batch begins (and the last ends)."""
         path = self._folder / "batches.npz"
-        self._ask(peer, sequences, 0, options, path)
+        self.ask(peer, sequences, 0, options, path)
         with np.load(path) as saved:
             return saved["sample_index"], saved["offsets"]
 
-    def _ask(self, peer: str, sequences: int, epoch: int, options: dict[str, int], save: Path | None) -> dict[str, Any]:
+    def ask(self, peer: str, sequences: int, epoch: int, options: dict[str, int], save: Path | None = None) -> dict[str, float]:
+        """Let a peer run for one epoch: seconds as `wall` and `cpu`; raises `PeerError`."""
         request = {"peer": peer, "sequences": sequences, "epoch": epoch, "options": options, "save": save and str(save)}
         assert self._process.stdin is not None
         try:
@@ -133,21 +131,32 @@ class Peers:
 # --- (a) time -------------------------------------------------------------------------------------------------------------
 
 
+class Time(NamedTuple):
+    """Seconds by the clock, and those that a core worked on it: a busy machine lengthens the first more."""
+
+    wall: float
+    cpu: float
+
+
 @dataclass
 class Contestant:
-    """One row of the table of times. `run(epoch)` gives seconds."""
+    """One row of the table of times."""
 
     name: str
     sequences: int
     rounds: int
-    run: Callable[[int], float]
-    seconds: list[float]
+    run: Callable[[int], Time]  # takes the epoch
+    times: list[Time]
 
 
-def timed(work: Callable[..., object], epoch: int) -> float:
-    start = time.perf_counter()
+def timed(work: Callable[..., object], epoch: int) -> Time:
+    wall, cpu = time.perf_counter(), time.process_time()
     work(epoch=epoch)
-    return time.perf_counter() - start
+    return Time(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def median_time(times: Sequence[Time]) -> Time:
+    return Time(*(statistics.median(column) for column in zip(*times, strict=True)))
 
 
 def contestants(lengths: IntArray, sizes: Sizes, peers: Peers | None) -> list[Contestant]:
@@ -165,7 +174,7 @@ def contestants(lengths: IntArray, sizes: Sizes, peers: Peers | None) -> list[Co
         return rows
 
     def peer(name: str, sequences: int, rounds: int, kind: str, **options: int) -> Contestant:
-        run = lambda epoch: peers.seconds(kind, sequences, epoch, **options)  # noqa: E731
+        run = lambda epoch: Time(**peers.ask(kind, sequences, epoch, options))  # noqa: E731
         return Contestant(name, sequences, rounds, run, [])
 
     few = min(n, sizes.timed_lhotse)
@@ -192,16 +201,18 @@ def compare_times(lengths: IntArray, sizes: Sizes, peers: Peers | None) -> None:
         for row in rows[first:] + rows[:first]:
             if epoch < row.rounds:
                 try:
-                    row.seconds.append(row.run(epoch))
+                    row.times.append(row.run(epoch))
                 except PeerError as error:
                     print(f"{row.name}: left out ({error})")
                     rows.remove(row)
-    print(f"{'':42} {'sequences':>10} {'seconds':>9} {'min':>8} {'max':>8} {'us/seq.':>8} {'x given':>8} {'x chosen':>9}")
+    print(
+        f"{'':42} {'sequences':>10} {'seconds':>9} {'min':>8} {'max':>8} {'cpu s':>8} {'us/seq.':>8} {'x given':>8} {'x chosen':>9}"
+    )
     for row in rows:
+        middle, walls = median_time(row.times), [spent.wall for spent in row.times]
         print(
-            f"{row.name:42} {row.sequences:10,} {statistics.median(row.seconds):9.3f} {min(row.seconds):8.3f} "
-            f"{max(row.seconds):8.3f} {statistics.median(row.seconds) / row.sequences * 1e6:8.3f} "
-            f"{ratio(row, given):8.1f} {ratio(row, chosen):9.1f}"
+            f"{row.name:42} {row.sequences:10,} {middle.wall:9.3f} {min(walls):8.3f} {max(walls):8.3f} {middle.cpu:8.3f} "
+            f"{middle.wall / row.sequences * 1e6:8.3f} {ratio(row, given):8.1f} {ratio(row, chosen):9.1f}"
         )
     print(f"x given, x chosen: time per sequence over that of {given.name} and of {chosen.name}")
     print("multipack and HF run in every rank, so theirs is the time of one rank; a plan serves all cells")
@@ -210,7 +221,7 @@ def compare_times(lengths: IntArray, sizes: Sizes, peers: Peers | None) -> None:
 def ratio(row: Contestant, base: Contestant) -> float:
     """Median over the rounds of the time per sequence over the base's."""
     scale = base.sequences / row.sequences
-    return statistics.median(a / b * scale for a, b in zip(row.seconds, base.seconds, strict=False))
+    return statistics.median(a.wall / b.wall * scale for a, b in zip(row.times, base.times, strict=False))
 
 
 # --- scaling --------------------------------------------------------------------------------------------------------------
@@ -222,24 +233,24 @@ def measure_one(count: int, strategy: str) -> None:
     start = time.perf_counter()
     edges = boundaries(lengths)
     choosing = time.perf_counter() - start
-    seconds = [timed(partial(plan, lengths, edges, num_cells=8, strategy=strategy), 0)]
+    work = partial(plan, lengths, edges, num_cells=8, strategy=strategy)
+    times = [timed(work, 0)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    repeats = min(20, int(3 / seconds[0]))
-    seconds += [timed(partial(plan, lengths, edges, num_cells=8, strategy=strategy), i + 1) for i in range(repeats)]
-    print(json.dumps({"choosing": choosing, "planning": statistics.median(seconds), "peak": peak}))
+    times += [timed(work, epoch) for epoch in range(1, max(3, min(20, int(3 / times[0].wall))))]
+    print(json.dumps({"choosing": choosing, "peak": peak, **median_time(times)._asdict()}))
 
 
 def show_scaling(sizes: Sizes) -> None:
     """Called before this process grows: Linux counts the starting process's own peak into its child's."""
     print("\nGrowth, 8 cells, each row in a fresh process; the peak is of the whole process, lengths and interpreter included")
-    print(f"{'sequences':>12} {'strategy':>9} {'choose s':>9} {'plan s':>9} {'us/seq.':>8} {'peak MB':>9}")
+    print(f"{'sequences':>12} {'strategy':>9} {'choose s':>9} {'plan s':>9} {'cpu s':>9} {'us/seq.':>8} {'peak MB':>9}")
     for strategy in ("padded", "packed"):
         for count in sizes.scaling:
             command = [sys.executable, __file__, "--measure", str(count), "--strategy", strategy]
             row = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
             print(
-                f"{count:12,} {strategy:>9} {row['choosing']:9.4f} {row['planning']:9.4f} "
-                f"{row['planning'] / count * 1e6:8.3f} {row['peak'] / 1e6:9.0f}"
+                f"{count:12,} {strategy:>9} {row['choosing']:9.4f} {row['wall']:9.4f} {row['cpu']:9.4f} "
+                f"{row['wall'] / count * 1e6:8.3f} {row['peak'] / 1e6:9.0f}"
             )
 
 
