@@ -11,6 +11,7 @@ rounds of the ratio within a round. Without that interpreter the peers' rows are
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -124,6 +125,8 @@ class Peers:
         return reply
 
     def _last_words(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)  # its last words may come after its last reply
         lines = (self._folder / "peers.log").read_text(errors="replace").splitlines()
         return f"the peers' process has ended: {lines[-1] if lines else 'no word'}"
 
@@ -346,16 +349,15 @@ def compare(sizes: Sizes, python: Path) -> None:
     lengths = draw_lengths(sizes.timed)
     part = lengths[: sizes.filled]
     print(f"\nLengths: log-normal(6.5, 1), {SHORTEST} to {BUDGET}; mean {lengths.mean():.0f}, median {np.median(lengths):.0f}")
-    with tempfile.TemporaryDirectory() as folder:
-        if not python.is_file():
-            print(f"{python}: no such interpreter, so the peers' rows are left out (make peers, or --peers PYTHON)")
-            compare_times(lengths, sizes, None)
-            epochs = our_epochs(part)
-        else:
-            with Peers(python, lengths, Path(folder)) as peers:
-                print("Peers: " + ", ".join(f"{name} {number}" for name, number in peers.versions.items()))
-                compare_times(lengths, sizes, peers)
-                epochs = our_epochs(part) + peer_epochs(part, peers)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        peers = None
+        try:
+            peers = stack.enter_context(Peers(python, lengths, Path(folder)))
+            print("Peers: " + ", ".join(f"{name} {number}" for name, number in peers.versions.items()))
+        except (PeerError, OSError) as error:
+            print(f"The peers' rows are left out ({error}): make peers, or --peers PYTHON")
+        compare_times(lengths, sizes, peers)
+        epochs = our_epochs(part) + (peer_epochs(part, peers) if peers else [])
     compare_padding(epochs, len(part))
     compare_orders(epochs, boundaries(part))
 
