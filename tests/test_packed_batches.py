@@ -148,10 +148,12 @@ def make_plan(num_epochs: int = 5, cells: int = 1, max_steps: int | None = None,
 
 def test_the_planner_is_told_how_to_pack(planner: Planner) -> None:
     plan = make_plan(strategy="packed", max_sequences=9, quadratic_length=2048, pack_window=7)
-    assert planner.options == {"strategy": "packed", "max_sequences": 9, "quadratic_length": 2048, "pack_window": 7}
+    wanted = {"strategy": "packed", "max_sequences": 9, "quadratic_length": 2048, "sort_window": 0, "pack_window": 7}
+    assert planner.options == wanted
     assert all(batch.packed for batch in plan.batches(0))
     plan = make_plan(sort_window=4)
-    assert planner.options.get("sort_window") == 4 and not any(batch.packed for batch in plan.batches(0))
+    assert planner.options["sort_window"] == 4 and planner.options["strategy"] == "padded"
+    assert not any(batch.packed for batch in plan.batches(0))
 
 
 @pytest.mark.parametrize("cells", [1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from dflash_core import experiment as root
-from dflash_core.bucketing import plan_epoch
 from dflash_core.data import Dataset
 from dflash_core.errors import ConfigError
 from dflash_core.model.target import FrozenTarget
@@ -19,9 +17,6 @@ from dflash_core.training import loop as loop_module
 from dflash_core.training.run_folder import RunFolder
 from tests.test_training_run import assert_same_run, losses, rows, start, train
 
-pytestmark = pytest.mark.skipif(
-    "strategy" not in inspect.signature(plan_epoch).parameters, reason="the planner does not pack yet"
-)
 PACKED = "bucketing.strategy=packed"
 
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,9 +71,7 @@ class RunPlan:
             return self._recent[epoch]
 
     def _make(self, epoch: int) -> EpochPlan:
-        bucketing, defaults = self._bucketing, BucketingConfig()
-        keys = ("strategy", "max_sequences", "quadratic_length", "sort_window", "pack_window")
-        chosen: dict[str, Any] = {key: getattr(bucketing, key) for key in keys}
+        bucketing = self._bucketing
         plan = plan_epoch(
             self._lengths,
             self.edges,
@@ -84,7 +81,11 @@ class RunPlan:
             order=bucketing.order,
             seed=self._train.seed,
             epoch=epoch,
-            **{key: value for key, value in chosen.items() if value != getattr(defaults, key)},
+            strategy=bucketing.strategy,
+            max_sequences=bucketing.max_sequences,
+            quadratic_length=bucketing.quadratic_length,
+            sort_window=bucketing.sort_window,
+            pack_window=bucketing.pack_window,
         )
         self._cell_batches[epoch] = np.bincount(plan.cell, minlength=self._num_cells)
         return plan
