@@ -66,8 +66,8 @@ def measure_planning(rng: np.random.Generator) -> None:
     numbers = np.arange(NUM_SEQUENCES)
     unit = seconds(lambda: rng.shuffle(numbers))
     print(f"\nPlanning {NUM_SEQUENCES:,} sequences; one numpy shuffle of as many numbers takes {unit * 1e3:.2f} ms")
-    edges = choose_boundaries(lengths, 6)
-    print(f"{'choose_boundaries':20} {seconds(lambda: choose_boundaries(lengths, 6)) / unit:8.1f} shuffles")
+    edges = choose_boundaries(lengths, 6, token_budget=TOKEN_BUDGET)
+    print(f"{'choose_boundaries':20} {seconds(lambda: choose_boundaries(lengths, 6, token_budget=TOKEN_BUDGET)) / unit:8.1f} shuffles")
     for order in get_args(Order):
         arguments = {"token_budget": TOKEN_BUDGET, "batches_per_step": 8, "num_cells": NUM_CELLS, "order": order}
         spent = seconds(lambda arguments=arguments: plan_epoch(lengths, edges, **arguments))  # type: ignore[misc]

@@ -74,14 +74,16 @@ class DataConfig(Config):
 class BucketingConfig(Config):
     """Length buckets and the order of batches."""
 
-    num_buckets: PositiveInt = Field(6, description="Number of length buckets")
+    num_buckets: PositiveInt = Field(6, description="Most length buckets")
     boundaries: Literal["min_padding", "equal_tokens"] | tuple[PositiveInt, ...] = Field(
         "min_padding", description="How boundaries are chosen, or the upper edges themselves"
     )
     strategy: Strategy = Field(
         "padded", description="A batch is sequences padded to the longest, or one row of whole sequences, one after the other"
     )
-    token_budget: PositiveInt = Field(8192, description="Most padded tokens in a batch (sequences x longest)")
+    token_budget: PositiveInt = Field(
+        8192, description="Most padded tokens in a batch (sequences x longest), or tokens in a packed row"
+    )
     max_sequences: PositiveInt | None = Field(None, description="Most sequences in a batch")
     quadratic_length: PositiveInt | None = Field(
         None, description="Length at which attention costs as much as all else; makes long sequences count for more"

@@ -36,8 +36,9 @@ class PlannedBatch:
 class BatchShape:
     """What one loaded batch holds; the source of every batch statistic.
 
-    `num_tokens` counts real tokens, `num_padded_tokens` rows times longest row; `num_supervised` counts the draft
-    slots that enter the loss.
+    `num_tokens` counts real tokens, `num_padded_tokens` rows times longest row, which for a packed batch is the length of its
+    row; `num_sequences` counts documents there, and `max_seq_len` is the longest one. `num_supervised` counts the draft slots
+    that enter the loss.
     """
 
     bucket: int
