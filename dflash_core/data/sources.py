@@ -9,6 +9,7 @@ user's own. A message, however, may have no other key (unless it is null): what 
 from __future__ import annotations
 
 import glob
+import gzip
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import pyarrow.parquet as pq
+
 from dflash_core.errors import DataError
+from dflash_core.provenance import digest_file
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Other reasons (aborted, filtered, a stop string) leave open whether the end-of-turn token was the target's own.
@@ -51,6 +55,8 @@ class Conversation:
     finish_reason: str | None
     source_file: str
     row: int
+    text: str | None = None
+    tools: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ def reject(where: Conversation, error: BadRow) -> Reject:
     return Reject(where.source_file, where.row, error.reason, error.detail)
 
 
-def expand_files(patterns: Iterable[str]) -> list[Path]:
+def _expand_paths(patterns: Iterable[str]) -> list[Path]:
     """The files that the patterns name: patterns in the given order, the matches of each sorted, no file twice.
 
     Raises:
@@ -103,7 +109,7 @@ def read_conversations(files: Iterable[str], on_bad_row: OnBadRow) -> Iterator[C
     Raises:
         DataError: a file is missing or unreadable; or, with `error`, a row is bad. The text names file and row.
     """
-    return _conversations(expand_files(files), on_bad_row)
+    return _conversations(_expand_paths(files), on_bad_row)
 
 
 def _conversations(paths: list[Path], on_bad_row: OnBadRow) -> Iterator[Conversation | Reject]:
@@ -218,3 +224,67 @@ def _check_characters(text: str, where: str) -> None:
 def _short(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 60 else text[:59] + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A local file with rows."""
+
+    url: str
+    format: Literal["jsonl", "parquet", "arrow"]
+    compression: Literal["gzip", "zstd"] | None
+
+    @property
+    def stem(self) -> str:
+        return Path(self.url).name.split(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RawChunk:
+    """Rows that are not parsed yet; row numbers count from 1."""
+
+    first_row: int
+    num_rows: int
+    format: str
+    data: Any
+    end_byte: int
+
+
+def expand_files(patterns: Iterable[str]) -> list[SourceFile]:
+    """The files that the patterns name."""
+    return [
+        SourceFile(
+            path.as_posix(), "parquet" if path.suffix == ".parquet" else "jsonl", "gzip" if path.suffix == ".gz" else None
+        )
+        for path in _expand_paths(patterns)
+    ]
+
+
+def content_identity(file: SourceFile) -> str:
+    """SHA-256 of the raw bytes."""
+    return "sha256:" + digest_file(Path(file.url))
+
+
+def num_bytes(file: SourceFile) -> int | None:
+    """Size of the raw file."""
+    return Path(file.url).stat().st_size
+
+
+def read_chunks(file: SourceFile, max_rows: int, max_bytes: int) -> Iterator[RawChunk]:
+    """Rows in pieces with fixed borders."""
+    if file.format == "parquet":
+        table = pq.read_table(file.url)
+        for start in range(0, table.num_rows, max_rows):
+            piece = table.slice(start, max_rows)
+            yield RawChunk(start + 1, piece.num_rows, "parquet", piece.to_pylist(), 0)
+        return
+    with open(file.url, "rb") as raw:  # noqa: PTH123
+        first, lines, size = 1, [], 0
+        for line in gzip.open(raw) if file.compression else raw:
+            lines.append(line)
+            size += len(line)
+            if len(lines) >= max_rows or size >= max_bytes:
+                yield RawChunk(first, len(lines), "jsonl", b"".join(lines), raw.tell())
+                first, lines, size = first + len(lines), [], 0
+        if lines:
+            yield RawChunk(first, len(lines), "jsonl", b"".join(lines), raw.tell())

@@ -21,8 +21,8 @@ gives.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ class Rendered:
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    sample_id_suffix: str = ""
 
     def pieces(self) -> list[tuple[str, bool]]:
         """The text cut at the edges of the spans, each piece with whether it is supervised; no piece is empty."""
@@ -85,10 +86,17 @@ class ChatEncoder:
     only in batches.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        rewritten_history: str = "reject",
+    ) -> None:
         self._template = str(tokenizer.get_chat_template())
         self._has_marks = GENERATION_MARK.search(self._template) is not None
-        self._variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(template_variables or {})}
+        self._rewritten_history = rewritten_history
         self._backend = tokenizer.backend_tokenizer
         # A tokenizer.json may come with a truncation, which would shorten pieces in silence.
         self._backend.no_truncation()
@@ -102,7 +110,18 @@ class ChatEncoder:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def render(self, conversation: Conversation) -> Rendered:
+    def render(self, conversation: Conversation) -> list[Rendered]:
+        """The sequences of a conversation."""
+        try:
+            return [self._render_one(conversation)]
+        except BadRow as error:
+            if error.reason != "template rewrites history" or self._rewritten_history != "each_answer":
+                raise
+        ends = [index for index, message in enumerate(conversation.messages, start=1) if message.role == "assistant"]
+        pieces = [self._render_one(replace(conversation, messages=conversation.messages[end - 2 : end])) for end in ends]
+        return [replace(piece, sample_id_suffix=f"#{number}") for number, piece in enumerate(pieces, start=1)]
+
+    def _render_one(self, conversation: Conversation) -> Rendered:
         """Text and supervised spans of a conversation.
 
         With `finish_reason == "length"` the text ends with the content of the last answer: it was cut there, so no
