@@ -253,9 +253,7 @@ class RawChunk:
 def expand_files(patterns: Iterable[str]) -> list[SourceFile]:
     """The files that the patterns name."""
     return [
-        SourceFile(
-            path.as_posix(), "parquet" if path.suffix == ".parquet" else "jsonl", "gzip" if path.suffix == ".gz" else None
-        )
+        SourceFile(path.as_posix(), "parquet" if path.suffix == ".parquet" else "jsonl", "gzip" if path.suffix == ".gz" else None)
         for path in _expand_paths(patterns)
     ]
 
