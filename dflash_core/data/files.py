@@ -176,3 +176,11 @@ def remove_other_parts(tokens_folder: Path, files: Sequence[TakenFile]) -> None:
         words = path.name.removesuffix(".json").split("-")
         if words[0] not in ("part", "file") or len(words) < 2 or words[1] not in keys:
             path.unlink()
+
+
+def remove_unfinished(building: Path, tokens_folder: Path) -> None:
+    """Delete parts that were not finished, and the whole folder `building` if there are no others."""
+    for path in tokens_folder.glob("*.tmp"):
+        path.unlink()
+    if not any(tokens_folder.glob("*.json")):
+        shutil.rmtree(building, ignore_errors=True)

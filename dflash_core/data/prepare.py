@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_core.config import DataConfig
 from dflash_core.data.dataset import Dataset
-from dflash_core.data.files import adopt_parts, remove_other_parts, take_files
+from dflash_core.data.files import adopt_parts, remove_other_parts, remove_unfinished, take_files
 from dflash_core.data.histogram import write_length_bins
 from dflash_core.data.merge import Merged, merge_parts
 from dflash_core.data.pool import default_num_workers
@@ -83,7 +83,11 @@ def prepare_dataset(
         if manifest is not None:
             return {**manifest, "reused": True}
         with replaced_folder(folder) as building:
-            manifest = job.build(building, progress)
+            try:
+                manifest = job.build(building, progress)
+            except BaseException:
+                remove_unfinished(building, building / TOKENS)
+                raise
     logger.info("%s: %d sequences, %d tokens", folder, manifest["num_sequences"], manifest["num_tokens"])
     return {**manifest, "reused": False}
 
