@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dflash_core.config import DataConfig
-from dflash_core.data import ChatEncoder, Dataset, PrepareProgress, expand_files, prepare_dataset
-from dflash_core.data import pool, progress as progress_module
+from dflash_core.data import ChatEncoder, Dataset, PrepareProgress, expand_files, pool, prepare_dataset
+from dflash_core.data import progress as progress_module
 from dflash_core.data.replace_folder import folder_lock
 from dflash_core.data.rows import Conversation, parse_row, rows_of
 from dflash_core.data.sources import read_chunks

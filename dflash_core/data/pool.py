@@ -82,6 +82,7 @@ class OrderedWork(Generic[Label]):
         self._num_jobs = 0
         self._processes: _Processes | None = None
         self._encoder: ChatEncoder | None = None
+        self._processes_work = False
 
     def __enter__(self) -> OrderedWork[Label]:
         return self
@@ -127,21 +128,25 @@ class OrderedWork(Generic[Label]):
         if entry.future is None:
             return entry.label, entry.known
         try:
-            return entry.label, entry.future.result()
+            result = entry.future.result()
         except BrokenProcessPool as error:
-            raise _killed() from error
+            raise self._broken() from error
+        self._processes_work = True
+        return entry.label, result
 
     def _start(self, processes: _Processes, entry: _Entry[Label]) -> None:
         if entry.work is not None:
             try:
                 entry.future = processes.submit(*entry.work)
             except BrokenProcessPool as error:
-                raise _killed() from error
+                raise self._broken() from error
             entry.work = None
 
-
-def _killed() -> DataError:
-    return DataError(
-        "a tokenizing process was killed (is memory short? data.num_workers sets how many there are);"
-        " what is done is kept, start again to continue"
-    )
+    def _broken(self) -> DataError:
+        if not self._processes_work:
+            hint = 'a script must prepare under `if __name__ == "__main__":`, for each process imports it'
+            return DataError(f"a tokenizing process ended before it had done anything ({hint})")
+        return DataError(
+            "a tokenizing process was killed (is memory short? data.num_workers sets how many there are);"
+            " what is done is kept, start again to continue"
+        )
