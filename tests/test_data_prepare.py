@@ -270,7 +270,9 @@ def test_the_fingerprint_depends_on_content_only(tmp_path: Path) -> None:
     for name, files in variants.items():
         for shard_sequences in (2, 100):
             manifest = prepare(tmp_path, files, name=f"{name[0]}{shard_sequences}", shard_sequences=shard_sequences)
-            assert manifest["fingerprint"] == base, name
+            assert manifest["fingerprint"] == base and manifest["num_excluded"] == 0, name
+            repeated = [{"path": renamed, "same_as": two}] if name == "given twice" else []
+            assert manifest["repeated_files"] == repeated
             assert content(tmp_path / f"{name[0]}{shard_sequences}") == expected
     for later in ([one], [two]):
         prepare(tmp_path, later, name="later")
@@ -313,9 +315,9 @@ def test_of_rows_with_one_id_the_same_one_stays_however_files_are_given(tmp_path
 def test_files_with_the_same_sequences_but_other_ids_are_ordered_by_the_ids(tmp_path: Path) -> None:
     rows = [row("one"), row("two")]
     named = [[{**item, "id": f"{name}{n}"} for n, item in enumerate(rows)] for name in ("x", "y")]
-    named[1][0]["id"] = "x0"  # so that it matters which file comes first
+    named[1][0]["id"] = "x1"  # so that it matters which file comes first
     results = set()
-    for number in range(4):  # the same rows in files whose bytes, and so identities, differ
+    for number in range(7):  # the same rows in files whose bytes, and so identities, differ
         files = [write(tmp_path / f"{number}{k}.jsonl", [*items, *[""] * (number * (k + 1))]) for k, items in enumerate(named)]
         results.add((prepare(tmp_path, files, name=f"ds{number}")["fingerprint"], str(content(tmp_path / f"ds{number}"))))
     assert len({fingerprint for fingerprint, _ in results}) == 1
@@ -456,7 +458,7 @@ def test_leftovers_of_other_settings_and_of_killed_jobs_are_removed(tmp_path: Pa
     assert len(list((tmp_path / "ds" / "tokens").iterdir())) == 3
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "no summary", "bad summary"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other count", "no summary", "bad summary"])
 def test_a_damaged_part_of_an_interrupted_job_is_made_anew(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "x.jsonl", [*ROWS, "{"])
     with pytest.raises(DataError):
@@ -467,6 +469,8 @@ def test_a_damaged_part_of_an_interrupted_job_is_made_anew(tmp_path: Path, damag
         summary.unlink()
     elif damage == "bad summary":
         summary.write_text("{}\n")
+    elif damage == "other count":
+        shutil.copyfile(max(part.parent.glob("*.arrow")), part)
     else:
         part.write_bytes(part.read_bytes()[: 0 if damage == "empty" else -100])
     with counted_work(monkeypatch) as made:
@@ -546,7 +550,7 @@ def test_a_folder_that_is_no_dataset_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("all_progress")
 @pytest.mark.parametrize("when", [2, 7], ids=["early", "after the last row"])
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, when: int) -> None:
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, when: int, monkeypatch: pytest.MonkeyPatch) -> None:
     other, file = write(tmp_path / "a.jsonl", [row("other")]), write(tmp_path / "x.jsonl", ROWS)
 
     def append(seen: PrepareProgress) -> None:
@@ -554,7 +558,8 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, when: i
             with Path(file).open("a") as opened:
                 opened.write("\n")
 
-    with pytest.raises(DataError, match=r"x\.jsonl: the file changed while it was read"):
+    with counted_work(monkeypatch) as made, pytest.raises(DataError, match=r"x\.jsonl: the file changed while it was read"):
         prepare(tmp_path, [other, file], progress=append, shard_sequences=2 if when == 2 else 7)
+    assert len(made) == 2, "nothing is made of what was read after the change"
     assert len(parts(tmp_path / ".ds.building")) == 1, "no part of the changed file stays"
     assert prepare(tmp_path, [other, file])["num_sequences"] == 8

@@ -70,9 +70,9 @@ class TakenFile:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedFile:
-    """A file that was given although another one has the same content."""
+    """A file that was given although another one has the same content; as it stands in the manifest."""
 
-    url: str
+    path: str
     same_as: str
 
 
