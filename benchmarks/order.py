@@ -67,7 +67,8 @@ def measure_planning(rng: np.random.Generator) -> None:
     unit = seconds(lambda: rng.shuffle(numbers))
     print(f"\nPlanning {NUM_SEQUENCES:,} sequences; one numpy shuffle of as many numbers takes {unit * 1e3:.2f} ms")
     edges = choose_boundaries(lengths, 6, token_budget=TOKEN_BUDGET)
-    print(f"{'choose_boundaries':20} {seconds(lambda: choose_boundaries(lengths, 6, token_budget=TOKEN_BUDGET)) / unit:8.1f} shuffles")
+    choosing = seconds(lambda: choose_boundaries(lengths, 6, token_budget=TOKEN_BUDGET))
+    print(f"{'choose_boundaries':20} {choosing / unit:8.1f} shuffles")
     for order in get_args(Order):
         arguments = {"token_budget": TOKEN_BUDGET, "batches_per_step": 8, "num_cells": NUM_CELLS, "order": order}
         spent = seconds(lambda arguments=arguments: plan_epoch(lengths, edges, **arguments))  # type: ignore[misc]
@@ -76,6 +77,8 @@ def measure_planning(rng: np.random.Generator) -> None:
     print("\nModelled padding efficiency by number of buckets")
     rows = padding_efficiency_table(lengths, TOKEN_BUDGET, "min_padding")
     print("  ".join(f"{row.num_buckets}: {row.padding_efficiency:.3f}" for row in rows))
+    print("Modelled cost (what the boundaries minimise), in token budgets")
+    print("  ".join(f"{row.num_buckets}: {row.modelled_cost:,.0f}" for row in rows))
 
 
 def main() -> None:

@@ -231,7 +231,7 @@ def _measure(
         config.data.held_out or "",
         load_tokenizer(folder),
         settings.max_prompts,
-        columns=config.data.columns,
+        columns={str(ours): theirs for ours, theirs in config.data.columns.items()},
         template_variables=config.data.template_variables,
     )
     baseline = Baseline(target, settings.max_new_tokens) if settings.check_lossless else None

@@ -97,8 +97,9 @@ def sample_lines(config: ExperimentConfig, count: int, *, colour: bool) -> Itera
     dataset = Dataset.open(dataset_folder(config))
     count = min(count, len(dataset))
     chosen = [number * len(dataset) // count for number in range(count)]
-    samples = ((f"{dataset.sample_id(i)} ({dataset.sources[i]})", *dataset.tokens(i)) for i in chosen)
-    return show_samples(samples, load_tokenizer(target_folder(config)), colour=colour)
+    samples = ((dataset.sample_id(i), *dataset.tokens(i)) for i in chosen)
+    sources = [str(dataset.sources[i]) for i in chosen]
+    return show_samples(samples, load_tokenizer(target_folder(config)), colour=colour, sources=sources)
 
 
 def edges(config: ExperimentConfig, lengths: Any) -> tuple[int, ...]:

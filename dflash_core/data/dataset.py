@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dflash_core.data.store import MANIFEST, SCHEMA_VERSION, SHARD_SCHEMA, TOKENS, Fingerprint
+from dflash_core.data.parts import Batch, open_part
+from dflash_core.data.store import EXCLUDED, EXCLUDED_SCHEMA, MANIFEST, SCHEMA_VERSION, TOKENS, Fingerprint, sequence_digest
 from dflash_core.errors import DataError
 from dflash_core.provenance import read_json
 
 MANIFEST_KEYS: dict[str, type] = {
     "tokenizer_sha256": str,
     "source_files": list,
+    "parts": list,
     "num_parts": int,
     "num_sequences": int,
     "num_tokens": int,
     "num_supervised": int,
+    "num_excluded": int,
     "fingerprint": str,
 }
-
-
-class _Shard:
-    """One mapped Arrow file. The arrays below are views of the file, but for the small columns."""
-
-    def __init__(self, path: Path) -> None:
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        if table.schema != SHARD_SCHEMA or table.num_rows == 0:
-            raise ValueError("its columns are not those of a token shard")
-        ids, masks = (table.column(name).combine_chunks() for name in ("input_ids", "loss_mask"))
-        self.sample_ids = table.column("sample_id")
-        self.sources: NDArray[np.object_] = table.column("source").dictionary_encode().to_numpy()
-        self.lengths: NDArray[np.int32] = table.column("length").to_numpy()
-        self.num_supervised: NDArray[np.int32] = table.column("num_supervised").to_numpy()
-        self._offsets = ids.offsets.to_numpy()
-        self._ids = ids.values.to_numpy()
-        # Arrow packs booleans eight to a byte, lowest bit first; numpy cannot view that.
-        self._bits = np.frombuffer(masks.values.buffers()[1], dtype=np.uint8)
-        self._first_bit = masks.values.offset
-        if not np.array_equal(np.diff(self._offsets), self.lengths) or not masks.offsets.equals(ids.offsets):
-            raise ValueError("its lengths contradict each other")
-
-    def tokens(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        start, end = int(self._offsets[row]), int(self._offsets[row + 1])
-        first, last = start + self._first_bit, end + self._first_bit
-        bits = np.unpackbits(self._bits[first >> 3 : (last + 7) >> 3], bitorder="little")
-        return self._ids[start:end], bits[first & 7 : (first & 7) + end - start].view(np.bool_)
+PART_NAME = re.compile(r"part-[0-9a-f]+-\d+")
+OTHER_SOURCES = "other"
+# Names beyond so many are not told apart when the largest sources are looked for; in the order of the dataset.
+MOST_SOURCES = 2**16
 
 
 class Dataset:
@@ -60,18 +44,21 @@ class Dataset:
         fingerprint: digest of the content, see `store.Fingerprint`.
         lengths: tokens per sequence, int32 [N].
         num_supervised: supervised tokens per sequence, int32 [N].
-        sources: source name per sequence, object array of str [N].
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], shards: list[_Shard]) -> None:
-        self.folder, self.manifest, self._shards = folder, manifest, shards
+    def __init__(
+        self, folder: Path, manifest: dict[str, Any], batches: list[Batch], kept: list[NDArray[np.int64] | None]
+    ) -> None:
+        self.folder, self.manifest, self._batches, self._kept = folder, manifest, batches, kept
         self.fingerprint = str(manifest["fingerprint"])
-        self.lengths: NDArray[np.int32] = np.concatenate([shard.lengths for shard in shards])
-        self.num_supervised: NDArray[np.int32] = np.concatenate([shard.num_supervised for shard in shards])
-        self.sources: NDArray[np.object_] = np.concatenate([shard.sources for shard in shards])
-        for array in (self.lengths, self.num_supervised, self.sources):
+        pairs = list(zip(batches, kept, strict=True))
+        empty = np.empty(0, dtype=np.int32)
+        self.lengths: NDArray[np.int32] = np.concatenate([empty, *(_pick(batch.lengths, k) for batch, k in pairs)])
+        self.num_supervised: NDArray[np.int32] = np.concatenate([empty, *(_pick(batch.num_supervised, k) for batch, k in pairs)])
+        for array in (self.lengths, self.num_supervised):
             array.flags.writeable = False
-        self._starts: list[int] = np.concatenate([[0], np.cumsum([len(shard.lengths) for shard in shards])]).tolist()
+        sizes = [len(batch) if k is None else len(k) for batch, k in pairs]
+        self._starts: list[int] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64).tolist()
 
     @classmethod
     def open(cls, folder: Path) -> Dataset:
@@ -82,24 +69,26 @@ class Dataset:
                 manifest says.
         """
         manifest = _read_manifest(folder)
-        shards = []
-        for number in range(manifest["num_parts"]):
-            path = folder / TOKENS / f"part-{number:05d}.arrow"
-            try:
-                shards.append(_Shard(path))
-            except FileNotFoundError as error:
-                raise DataError(f"{path}: a part of the dataset is missing") from error
-            except (OSError, ValueError, pa.ArrowException) as error:
-                raise DataError(f"{path}: damaged ({' '.join(str(error).split())})") from error
-        dataset = cls(folder, manifest, shards)
-        found = {
+        excluded = _read_excluded(folder) if manifest["num_excluded"] else {}
+        batches: list[Batch] = []
+        kept: list[NDArray[np.int64] | None] = []
+        for number, part in enumerate(manifest["parts"]):
+            found = open_part(folder / TOKENS, part["name"])
+            count = sum(len(batch) for batch in found)
+            if count != part["num_sequences"]:
+                path = folder / TOKENS / f"{part['name']}.arrow"
+                raise DataError(f"{path}: damaged ({MANIFEST} says {part['num_sequences']} sequences, it holds {count})")
+            batches += found
+            kept += _kept(found, excluded.get(number))
+        dataset = cls(folder, manifest, batches, kept)
+        actual = {
             "num_sequences": len(dataset),
             "num_tokens": int(dataset.lengths.sum(dtype=np.int64)),
             "num_supervised": int(dataset.num_supervised.sum(dtype=np.int64)),
         }
-        for key, count in found.items():
-            if manifest[key] != count:
-                raise DataError(f"{folder}: {MANIFEST} says {key} {manifest[key]}, the parts hold {count}")
+        for key, counted in actual.items():
+            if manifest[key] != counted:
+                raise DataError(f"{folder}: {MANIFEST} says {key} {manifest[key]}, the parts hold {counted}")
         return dataset
 
     def __len__(self) -> int:
@@ -107,27 +96,97 @@ class Dataset:
 
     def tokens(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Ids int32 [S] and loss mask bool [S] of one sequence. The ids are a read-only view of the mapped file."""
-        shard, row = self._locate(index)
-        return shard.tokens(row)
+        batch, row = self._locate(index)
+        return batch.tokens(row)
 
     def sample_id(self, index: int) -> str:
-        """The `id` that the sequence had in its source file."""
-        shard, row = self._locate(index)
-        return str(shard.sample_ids[row].as_py())
+        """The `id` that the sequence had in its source file, or one made of the file's content and the row."""
+        batch, row = self._locate(index)
+        return str(batch.sample_ids[row].as_py())
 
-    def _locate(self, index: int) -> tuple[_Shard, int]:
+    def _locate(self, index: int) -> tuple[Batch, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
-        shard = bisect_right(self._starts, index) - 1
-        return self._shards[shard], index - self._starts[shard]
+        number = bisect_right(self._starts, index) - 1
+        row, kept = index - self._starts[number], self._kept[number]
+        return self._batches[number], row if kept is None else int(kept[row])
+
+    @cached_property
+    def sources(self) -> NDArray[np.object_]:
+        """Source name per sequence, object array of str [N]; made when it is first asked for."""
+        codes, names = self.source_codes()
+        found = np.array(names, dtype=object)[codes]
+        found.flags.writeable = False
+        return found
+
+    def source_codes(self, largest: int | None = None) -> tuple[NDArray[np.int32], list[str]]:
+        """Source per sequence as a number, int32 [N], and the names that the numbers stand for.
+
+        Args:
+            largest: only so many sources keep their names, those with the most sequences; the rest is `other`.
+        """
+        names = {} if largest is None else self._largest_sources(largest)
+        other: int | None = None
+        codes = np.empty(len(self), dtype=np.int32)
+        for number, encoded in enumerate(self._encoded_sources()):
+            translation = []
+            for name in encoded.dictionary.to_pylist():
+                if largest is None or name in names:
+                    translation.append(names.setdefault(name, len(names)))
+                else:
+                    other = names.setdefault(OTHER_SOURCES, len(names)) if other is None else other
+                    translation.append(other)
+            found = np.array(translation, dtype=np.int32)[encoded.indices.to_numpy()]
+            codes[self._starts[number] : self._starts[number + 1]] = found
+        return codes, list(names)
+
+    def _encoded_sources(self) -> Any:
+        for batch, kept in zip(self._batches, self._kept, strict=True):
+            yield (batch.sources if kept is None else batch.sources.take(pa.array(kept))).dictionary_encode()
+
+    def _largest_sources(self, count: int) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for encoded in self._encoded_sources():
+            for item in pc.value_counts(encoded.indices).to_pylist():
+                name = encoded.dictionary[item["values"]].as_py()
+                if name in sizes or len(sizes) < MOST_SOURCES:
+                    sizes[name] = sizes.get(name, 0) + item["counts"]
+        largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:count]
+        return {name: code for code, name in enumerate(largest)}
 
     def verify(self) -> None:
         """Read everything and compare with the fingerprint; raises `DataError` if a token or a mask differs."""
         fingerprint = Fingerprint(self.manifest["tokenizer_sha256"])
         for index in range(len(self)):
-            fingerprint.add(*self.tokens(index))
+            fingerprint.add(sequence_digest(*self.tokens(index)))
         if fingerprint.hexdigest() != self.fingerprint:
             raise DataError(f"{self.folder}: the tokens do not fit the fingerprint in {MANIFEST}")
+
+
+def _pick(column: NDArray[np.int32], kept: NDArray[np.int64] | None) -> NDArray[np.int32]:
+    return column if kept is None else column[kept]
+
+
+def _kept(batches: list[Batch], excluded: NDArray[np.int32] | None) -> list[NDArray[np.int64] | None]:
+    """The rows of each batch of a part that are in the dataset, None for all."""
+    if excluded is None:
+        return [None] * len(batches)
+    keep = np.ones(sum(len(batch) for batch in batches), dtype=np.bool_)
+    keep[excluded] = False
+    ends = np.cumsum([len(batch) for batch in batches])
+    return [np.flatnonzero(keep[end - len(batch) : end]) for batch, end in zip(batches, ends, strict=True)]
+
+
+def _read_excluded(folder: Path) -> dict[int, NDArray[np.int32]]:
+    """Rows that are left out, by the number of their part."""
+    path = folder / EXCLUDED
+    try:
+        table = pq.read_table(path, schema=EXCLUDED_SCHEMA)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: damaged ({' '.join(str(error).split())})") from error
+    part, index = (table.column(name).to_numpy() for name in EXCLUDED_SCHEMA.names)
+    borders = np.flatnonzero(np.diff(part)) + 1
+    return {int(part[rows[0]]): index[rows] for rows in np.split(np.arange(len(part)), borders) if len(rows)}
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -141,6 +200,16 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
         raise DataError(f"{path}: schema version {SCHEMA_VERSION} expected; prepare the dataset again")
     bad = [key for key, kind in MANIFEST_KEYS.items() if not isinstance(manifest.get(key), kind)]
-    if bad or manifest["num_parts"] < 1:
-        raise DataError(f"{path}: damaged ({bad[0] if bad else 'num_parts'})")
+    if not bad and (manifest["num_parts"] < 1 or manifest["num_parts"] != len(manifest["parts"])):
+        bad = ["num_parts"]
+    if not bad and not all(_is_part(part) for part in manifest["parts"]):
+        bad = ["parts"]
+    if bad:
+        raise DataError(f"{path}: damaged ({bad[0]})")
     return manifest
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict) or not isinstance(part.get("num_sequences"), int):
+        return False
+    return isinstance(part.get("name"), str) and PART_NAME.fullmatch(part["name"]) is not None

@@ -1,28 +1,32 @@
-"""Conversations in, dataset folder out: read, render, tokenize, shard, count (docs/design.md 4).
+"""Conversations in, dataset folder out: read, render, tokenize in parallel, merge, count (docs/design.md 4).
 
-Rows stream through in chunks, in the order of files and rows; that order is the dataset's. The folder appears whole or
-not at all. A folder that was made from the same files with the same settings and tokenizer is kept as it is.
+Source files become parts, which depend on nothing but the file's content and the settings; parts that an interrupted
+job or an earlier dataset has are taken over. The dataset's order and fingerprint depend on content only (see `merge`).
+The folder appears whole or not at all. A folder that was made from the same files with the same settings and tokenizer
+is kept as it is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dflash_core.config import DataConfig
 from dflash_core.data.dataset import Dataset
+from dflash_core.data.files import adopt_parts, remove_other_parts, remove_unfinished, take_files
+from dflash_core.data.histogram import write_length_bins
+from dflash_core.data.merge import Merged, merge_parts
+from dflash_core.data.pool import default_num_workers
+from dflash_core.data.progress import PrepareProgress, ProgressCounter
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
-from dflash_core.data.rows import BadRow, Conversation, Reject, parse_row, reject, rows_of
-from dflash_core.data.sources import content_identity, expand_files, read_chunks
-from dflash_core.data.store import MANIFEST, SCHEMA_VERSION, Fingerprint, LengthBins, RejectWriter, ShardWriter
-from dflash_core.data.template import ChatEncoder, Encoded, Rendered
+from dflash_core.data.sources import expand_files
+from dflash_core.data.store import MANIFEST, NO_FAULT, SCHEMA_VERSION, TOKENS
+from dflash_core.data.tokenize_files import TokenizeJob
 from dflash_core.data.tokenizer import chat_template_digest, tokenizer_digest
+from dflash_core.data.worker import EncodeSettings
 from dflash_core.errors import DataError
 from dflash_core.provenance import digest_json, write_json
 
@@ -31,7 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHUNK_ROWS = 256
+# What no row of a dataset depends on.
+NOT_IN_THE_RESULT = {"files", "held_out", "num_workers", "on_bad_row"}
 
 
 def prepare_dataset(
@@ -40,184 +45,120 @@ def prepare_dataset(
     *,
     target: str,
     folder: Path,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[PrepareProgress], None] | None = None,
 ) -> dict[str, Any]:
     """Make the dataset `folder`, or keep the one that is there if it would come out the same.
 
+    Where it starts processes, they import the program's main module, as `multiprocessing` has it: a script must call
+    this under `if __name__ == "__main__"`.
+
     Args:
         target: name of the target, recorded in the manifest.
-        progress: called now and then with the number of rows read so far.
+        progress: called about four times a second at most, and once at the end; not if the dataset is kept.
 
     Returns:
         The manifest, with `reused` added.
 
     Raises:
         DataError: a file is missing, changes while it is read or has a bad row (with `on_bad_row: error`); no row is
-            usable; the folder holds something that is not a dataset, or another process is preparing it.
+            usable; a tokenizing process was killed; the folder holds something that is not a dataset, or another
+            process is preparing it. What was tokenized by then is kept in a hidden folder beside, and found there.
     """
-    paths = expand_files(config.files)
-    digests = [{"path": path.url, "sha256": content_identity(path)} for path in paths]
-    settings = {
-        "schema_version": SCHEMA_VERSION,
-        "target": target,
-        **config.model_dump(mode="json", exclude={"files", "held_out"}),
-    }
     origin: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "name": config.name,
         "target": target,
         "tokenizer_sha256": tokenizer_digest(tokenizer),
         "chat_template_sha256": chat_template_digest(tokenizer),
-        "config_sha256": digest_json(settings),
+        "config_sha256": digest_json({"target": target, **config.model_dump(mode="json", exclude=NOT_IN_THE_RESULT)}),
         "max_length": config.max_length,
         "over_long": config.over_long,
     }
-    manifest = _reusable(folder, origin, digests)  # without the lock: several runs may start on one finished dataset
+    job = _Job(config, tokenizer, folder, origin)
+    manifest = job.reusable()  # without the lock: several runs may start on one finished dataset
     if manifest is not None:
         return {**manifest, "reused": True}
     with folder_lock(folder):
-        manifest = _reusable(folder, origin, digests)
+        manifest = job.reusable()
         if manifest is not None:
             return {**manifest, "reused": True}
-        with replaced_folder(folder) as new:
-            job = _Job(config, new, origin["tokenizer_sha256"])
-            job.run(ChatEncoder(tokenizer), progress)
-            if [content_identity(path) for path in paths] != [item["sha256"] for item in digests]:
-                raise DataError(f"{', '.join(config.files)}: a file changed while it was read; start again")
-            sources = [{**item, "rows": job.rows.get(item["path"], 0)} for item in digests]
-            manifest = {**origin, "source_files": sources, **job.counts()}
-            write_json(new / MANIFEST, manifest)
+        with replaced_folder(folder) as building:
+            try:
+                manifest = job.build(building, progress)
+            except BaseException:
+                remove_unfinished(building, building / TOKENS)
+                raise
     logger.info("%s: %d sequences, %d tokens", folder, manifest["num_sequences"], manifest["num_tokens"])
     return {**manifest, "reused": False}
 
 
-def _reusable(folder: Path, origin: dict[str, Any], digests: list[dict[str, str]]) -> dict[str, Any] | None:
-    """The manifest of the dataset that is there, if it is whole and was made from the same things."""
-    if not folder.exists():
-        return None
-    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).exists()):
-        raise DataError(f"{folder}: exists and is not a dataset; move it away")
-    try:
-        manifest = Dataset.open(folder).manifest
-    except DataError as error:
-        logger.warning("%s; it is prepared anew", error)
-        return None
-    made_from = [{"path": item["path"], "sha256": item["sha256"]} for item in manifest["source_files"]]
-    same = made_from == digests and all(manifest.get(key) == value for key, value in origin.items())
-    return manifest if same else None
-
-
 class _Job:
-    """One pass over the rows into an empty folder."""
+    """One preparation; the source files are identified at once."""
 
-    def __init__(self, config: DataConfig, folder: Path, tokenizer_sha256: str) -> None:
-        self._config, self._folder = config, folder
-        self._shards = ShardWriter(folder, config.shard_sequences)
-        self._rejects = RejectWriter(folder)
-        self._bins = LengthBins(config.max_length)
-        self._fingerprint = Fingerprint(tokenizer_sha256)
-        self._totals = {"num_sequences": 0, "num_tokens": 0, "num_supervised": 0, "longest": 0, "num_parts": 0}
-        self.rows: dict[str, int] = {}
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerFast, folder: Path, origin: dict[str, Any]) -> None:
+        self._config, self._tokenizer, self._folder = config, tokenizer, folder
+        self._settings = EncodeSettings(
+            max_length=config.max_length,
+            over_long=config.over_long,
+            columns={str(ours): theirs for ours, theirs in config.columns.items()},
+            template_variables=dict(config.template_variables),
+            rewritten_history=config.rewritten_history,
+        )
+        decisive = {
+            **asdict(self._settings),
+            "shard_sequences": config.shard_sequences,
+            **{key: origin[key] for key in ("schema_version", "tokenizer_sha256", "chat_template_sha256")},
+        }
+        self._files, repeated = take_files(expand_files(config.files), decisive)
+        self._origin = {**origin, "repeated_files": [asdict(item) for item in repeated]}
 
-    def run(self, encoder: ChatEncoder, progress: Callable[[int], None] | None) -> None:
-        """Write shards, rejects and the fine histogram."""
-        num_rows = 0
+    def reusable(self) -> dict[str, Any] | None:
+        """The manifest of the dataset that is there, if it is whole and was made from the same things."""
+        folder = self._folder
+        if not folder.exists():
+            return None
+        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).exists()):
+            raise DataError(f"{folder}: exists and is not a dataset; move it away")
         try:
-            for chunk in _chunks(_conversations(self._config), CHUNK_ROWS):
-                self._take(chunk, encoder)
-                num_rows += len(chunk)
-                if progress is not None:
-                    progress(num_rows)
-        finally:
-            self._rejects.close()
-        if not self._totals["num_sequences"]:
-            first = self._rejects.first
-            files = ", ".join(self._config.files)
-            raise DataError(f"{files}: no usable row; {num_rows} rejected, the first: {first}" if first else f"{files}: no rows")
-        self._totals["num_parts"] = self._shards.close()
-        self._bins.write(self._folder)
+            manifest = Dataset.open(folder).manifest
+        except DataError as error:
+            logger.warning("%s; it is prepared anew", error)
+            return None
+        made_from = [(item.get("path"), item.get("identity")) for item in manifest["source_files"]]
+        same = made_from == [(file.url, file.identity) for file in self._files]
+        same = same and all(manifest.get(key) == value for key, value in self._origin.items())
+        faults = [reason for reason in manifest.get("num_rejected", {}) if reason not in NO_FAULT]
+        return None if not same or (faults and self._config.on_bad_row == "error") else manifest
 
-    def counts(self) -> dict[str, Any]:
-        """The part of the manifest that this pass found out."""
-        rejected = dict(sorted(self._rejects.counts.items()))
-        return {**self._totals, "num_rejected": rejected, "fingerprint": self._fingerprint.hexdigest()}
+    def build(self, building: Path, progress: Callable[[PrepareProgress], None] | None) -> dict[str, Any]:
+        """Fill the folder; returns the manifest."""
+        tokens = building / TOKENS
+        tokens.mkdir(exist_ok=True)
+        (building / MANIFEST).unlink(missing_ok=True)
+        remove_other_parts(tokens, self._files)
+        adopt_parts(self._folder / TOKENS, tokens, self._files)
+        sizes = [file.num_bytes for file in self._files]
+        total = None if None in sizes else sum(size for size in sizes if size is not None)
+        counter = ProgressCounter(progress, len(self._files), total)
+        strict = self._config.on_bad_row == "error"
+        job = TokenizeJob(tokens, self._settings, self._config.shard_sequences, strict, counter)
+        job.run(self._files, self._tokenizer, self._config.num_workers or default_num_workers())
+        merged = merge_parts(building, self._files, self._origin["tokenizer_sha256"])
+        if not merged.counts["num_sequences"]:
+            raise DataError(self._nothing_usable(merged))
+        if strict and merged.first_fault is not None:
+            raise DataError(str(merged.first_fault))
+        manifest = {**self._origin, **merged.counts}
+        write_json(building / MANIFEST, manifest)
+        # Opening it compares all counts with the parts.
+        write_length_bins(Dataset.open(building), building, self._config.max_length)
+        counter.show(last=True)
+        return manifest
 
-    def _take(self, chunk: list[Conversation | Reject], encoder: ChatEncoder) -> None:
-        """Render what can be rendered, tokenize it in one call, and write rows and rejects in the order of the rows."""
-        results: list[tuple[Conversation, Rendered] | Reject] = []
-        for item in chunk:
-            self.rows[item.source_file] = self.rows.get(item.source_file, 0) + 1
-            results.append(item if isinstance(item, Reject) else self._render(item, encoder))
-        encoded = iter(encoder.encode([result[1] for result in results if not isinstance(result, Reject)]))
-        for result in results:
-            if isinstance(result, Reject):
-                self._rejects.add(result)
-            else:
-                self._write(result[0], next(encoded))
-
-    def _render(self, conversation: Conversation, encoder: ChatEncoder) -> tuple[Conversation, Rendered] | Reject:
-        try:
-            return conversation, encoder.render(conversation)[0]
-        except BadRow as error:
-            rejected = reject(conversation, error)
-            if self._config.on_bad_row == "error":
-                raise DataError(str(rejected)) from error
-            return rejected
-
-    def _write(self, conversation: Conversation, encoded: Encoded) -> None:
-        ids, mask, limit = encoded.input_ids, encoded.loss_mask, self._config.max_length
-        if len(ids) > limit:
-            if self._config.over_long == "drop":
-                self._rejects.add(reject(conversation, BadRow("over-long", f"{len(ids)} tokens, at most {limit}")))
-                return
-            ids, mask = ids[:limit], mask[:limit]
-        if not has_supervised_pair(mask):
-            self._rejects.add(reject(conversation, BadRow("no supervised pair", f"within {len(ids)} tokens")))
-            return
-        num_supervised = int(mask.sum())
-        self._shards.add(conversation.sample_id, conversation.source, ids, mask)
-        self._bins.add(conversation.source, len(ids), num_supervised)
-        self._fingerprint.add(ids, mask)
-        self._totals["num_sequences"] += 1
-        self._totals["num_tokens"] += len(ids)
-        self._totals["num_supervised"] += num_supervised
-        self._totals["longest"] = max(self._totals["longest"], len(ids))
-
-
-def has_supervised_pair(loss_mask: NDArray[np.bool_]) -> bool:
-    """Whether a bool mask [S] has a position that can be an anchor: it and the next one are supervised (docs/field.md 1)."""
-    return bool((loss_mask[:-1] & loss_mask[1:]).any())
-
-
-def _chunks(items: Iterable[Conversation | Reject], size: int) -> Iterator[list[Conversation | Reject]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
-
-
-def _conversations(config: DataConfig) -> Iterator[Conversation | Reject]:
-    seen: set[str] = set()
-    for file in expand_files(config.files):
-        for chunk in read_chunks(file, CHUNK_ROWS, 1 << 24):
-            for row, value in rows_of(chunk):
-                try:
-                    if isinstance(value, BadRow):
-                        raise value
-                    conversation = parse_row(
-                        value,
-                        source_file=file.url,
-                        row=row,
-                        default_id=f"{file.url}:{row}",
-                        default_source=file.stem,
-                        columns={str(field): column for field, column in config.columns.items()},
-                    )
-                    if conversation.sample_id in seen:
-                        raise BadRow("duplicate id", repr(conversation.sample_id))
-                except BadRow as error:
-                    rejected = Reject(file.url, row, error.reason, error.detail)
-                    if config.on_bad_row == "error":
-                        raise DataError(str(rejected)) from error
-                    yield rejected
-                else:
-                    seen.add(conversation.sample_id)
-                    yield conversation
+    def _nothing_usable(self, merged: Merged) -> str:
+        files = ", ".join(self._config.files)
+        if merged.first_reject is None:
+            return f"{files}: no rows"
+        counts: dict[str, int] = merged.counts["num_rejected"]
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
+        return f"{files}: no usable row; {sum(counts.values())} rejected ({reasons}), the first: {merged.first_reject}"

@@ -1,16 +1,14 @@
 """A folder that is built aside and then takes its place as a whole.
 
-The new folder grows as a hidden sibling `.NAME.new-PID`. When it is complete and on disk, the old one is renamed to
-`.NAME.old`, the new one to `NAME`, and the old one is deleted. A job that is killed leaves hidden siblings only; the
-next job for the same folder deletes them, and puts an old folder back if the kill fell between the two renames. A lock
-file keeps two jobs from building the same folder at once; the kernel releases it with the process.
+The new folder grows as a hidden sibling `.NAME.building`. When it is complete and on disk, the old one is renamed to
+`.NAME.old`, the new one to `NAME`, and the old one is deleted. A job that fails or is killed leaves `.NAME.building`
+behind, in which the next one finds what is done; if the kill fell between the two renames, the next job puts the old
+folder back. A lock file keeps two jobs from building the same folder at once; the kernel releases it with the process.
 """
 
 from __future__ import annotations
 
 import fcntl
-import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,12 +33,12 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` when the block ends, and vanishes if the block raises.
+    """Yield the folder that replaces `folder` when the block ends, and stays hidden as it is if the block raises.
 
-    To be used under `folder_lock`.
+    It holds what an earlier job left there. To be used under `folder_lock`.
     """
-    new, old = _sibling(folder, f"new-{os.getpid()}"), _sibling(folder, "old")
-    new.mkdir()
+    new, old = _sibling(folder, "building"), _sibling(folder, "old")
+    new.mkdir(exist_ok=True)
     try:
         yield new
         _flush_to_disk(new)
@@ -62,10 +60,7 @@ def _clean_up(folder: Path) -> None:
     old = _sibling(folder, "old")
     if old.exists() and not folder.exists():
         old.rename(folder)
-    pattern = re.compile(re.escape(_sibling(folder, "new-").name) + r"\d+")
-    leftovers = [path for path in folder.parent.iterdir() if pattern.fullmatch(path.name)]
-    for leftover in [*leftovers, old]:
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush_to_disk(folder: Path) -> None:
