@@ -62,6 +62,9 @@ def test_several_processes_make_the_same_parts_as_one(tmp_path: Path) -> None:
     def look(progress: PrepareProgress) -> None:
         seen.append(progress)
         here.append(len(workers()))
+        if len(seen) == 12:  # Ctrl-C reaches the whole group, but is the parent's business
+            for worker in workers():
+                worker.send_signal(signal.SIGINT)
 
     several = prepare(tmp_path, [file], name="a", progress=look, **SETTINGS)
     assert max(here) == 2 and workers() == []
