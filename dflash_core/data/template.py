@@ -3,7 +3,7 @@
 What is supervised, in each assistant turn, is what the target itself wrote (see `answers`) with the end-of-turn token.
 The rendered text is cut at the edges of these spans and **every piece is tokenized on its own**. That is what serving
 does: the prompt ends where the answer begins, so no token straddles the edge, and the mask is right at the token level
-by construction. It also lets one batched call of the fast tokenizer do all the work. Tokenizers that put a space in
+by construction. It also lets one batched call of the fast tokenizer do all the work (`pieces`). Tokenizers that put a space in
 front of each text (older SentencePiece ones) cannot be cut like this; they encode the whole text, and only tokens that
 lie wholly inside a span are supervised.
 
@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_core.data.answers import THOUGHT, Region, find_answer
+from dflash_core.data.pieces import PieceEncoder
 from dflash_core.data.rows import Conversation
 from dflash_core.data.turns import BadRow, Message, leaves
 
@@ -111,6 +112,7 @@ class ChatEncoder:
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special.update(tokenizer.all_special_tokens)
         self._special = re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or "(?!)")
+        self._pieces = PieceEncoder(tokenizer)
         self._pieces_stand_alone = self._ids("a\nb") == self._ids("a\n") + self._ids("b")
         self._around_text = self._ids_around_text(tokenizer.eos_token_id)
 
@@ -300,10 +302,8 @@ class ChatEncoder:
         if not self._pieces_stand_alone:
             return self._encode_whole(rendered)
         pieces = [item.pieces() for item in rendered]
-        encodings = iter(self._backend.encode_batch_fast([text for item in pieces for text, _ in item], add_special_tokens=False))
-        return [
-            _join(item, [(next(encodings).ids, flag) for _, flag in cuts]) for item, cuts in zip(rendered, pieces, strict=True)
-        ]
+        ids = iter(self._pieces.encode([text for item in pieces for text, _ in item]))
+        return [_join(item, [(next(ids), flag) for _, flag in cuts]) for item, cuts in zip(rendered, pieces, strict=True)]
 
     def _encode_whole(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         encodings = self._backend.encode_batch([item.text for item in rendered], add_special_tokens=False)
