@@ -95,8 +95,10 @@ def plan(experiment: Experiment, overrides: Overrides = None) -> None:
     config = root.load_experiment(experiment, overrides or [])
     with prepare_progress() as progress:
         root.prepare(config, progress)
+    result = root.plan(config)
     _draw(root.describe_dataset(config))
-    _show(root.plan(config))
+    _draw(root.describe_bucket_choice(result))
+    _show(result)
 
 
 @app.command()
@@ -108,6 +110,7 @@ def train(
 ) -> None:
     """Train one run, or resume it. Under torchrun this process is one cell."""
     from dflash_core import experiment as root
+    from dflash_core.progress import prepare_progress
     from dflash_core.training.run_folder import RunFolder
 
     name, config = _one_run(experiment, overrides, run)
@@ -118,7 +121,8 @@ def train(
             f" torchrun --nproc-per-node {config.topology.cells} -m dflash_core train {experiment} --run-dir DIR"
         )
     if cell is None:
-        root.prepare(config)
+        with prepare_progress() as progress:
+            root.prepare(config, progress)
         run_dir = root.create_run(config, name, run_dir)
     elif run_dir is None:
         raise ConfigError("under torchrun --run-dir is needed")

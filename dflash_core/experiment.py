@@ -17,6 +17,7 @@ import yaml
 from dflash_core.errors import ConfigError, DataError
 from dflash_core.experiment_data import (
     dataset_folder,
+    describe_bucket_choice,
     describe_dataset,
     draft_spec,
     edges,
@@ -38,6 +39,7 @@ __all__ = [
     "analyze",
     "check",
     "create_run",
+    "describe_bucket_choice",
     "describe_dataset",
     "evaluate_run",
     "export_run",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,18 @@ def sample_lines(config: ExperimentConfig, count: int, *, colour: bool) -> Itera
     samples = ((dataset.sample_id(i), *dataset.tokens(i)) for i in chosen)
     sources = [str(dataset.sources[i]) for i in chosen]
     return show_samples(samples, load_tokenizer(target_folder(config)), colour=colour, sources=sources)
+
+
+def describe_bucket_choice(plan: Mapping[str, Any]) -> list[str]:
+    """A table of what 1 to 16 buckets would cost, from what `plan` returns; the number of buckets is chosen by it."""
+    rows = plan["num_buckets_compared"]
+    lines = ["buckets  modelled cost  padding efficiency  budget fill  batches"]
+    for row in rows:
+        share = row["modelled_cost"] / rows[0]["modelled_cost"]
+        figures = f"{row['padding_efficiency']:18.3f}  {row['budget_fill']:11.3f}  {row['num_batches']:7,}"
+        chosen = "  <- now" if tuple(row["edges"]) == tuple(plan["edges"]) else ""
+        lines.append(f"{row['num_buckets']:7}  {share:13.1%}  {figures}{chosen}")
+    return lines
 
 
 def edges(config: ExperimentConfig, lengths: Any) -> tuple[int, ...]:

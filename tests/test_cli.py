@@ -75,16 +75,43 @@ def test_bad_input_is_one_line_and_exit_code_2(
     change(micro_experiment, "data", "files", [str(tmp_path / "missing.jsonl")])
     assert "missing.jsonl" in refused(micro_experiment)
     micro_experiment.write_text(original)
+    corpus.write_text("{not json\n" * 3)
+    assert f"not JSON: 3), the first: {corpus}: row 1: not JSON" in refused(micro_experiment)
+    strict = (micro_experiment, "--set", "data.on_bad_row=error")
     corpus.write_text(rows + "{not json\n")
-    assert f"{corpus}: row 41: not JSON" in refused(micro_experiment)
+    assert f"{corpus}: row 41: not JSON" in refused(*strict)
     corpus.write_text(rows + json.dumps({"messages": []}) + "\n")
-    assert f"{corpus}: row 41: " in refused(micro_experiment)
+    assert f"{corpus}: row 41: " in refused(*strict)
     corpus.write_text(rows)
     change(micro_experiment, "target", "path", str(tmp_path / "no_target"))
     assert "target.path" in refused(micro_experiment)
     micro_experiment.write_text(original)
     change(micro_experiment, "target", "mask_token_id", 256)
     assert "target.mask_token_id" in refused(micro_experiment)  # that row is the pad token
+
+
+def test_prepare_draws_shows_and_tells_what_is_left_out(
+    micro_experiment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    corpus = tmp_path / "train.jsonl"
+    corpus.write_text(corpus.read_text() + "{not json\n" + json.dumps({"messages": []}) + "\n")
+    code, out, err = dflash(monkeypatch, capsys, "prepare", micro_experiment, "--show", "2")
+    assert code == 0
+    shown, summary = out[: out.index("\n{\n")], json.loads(out[out.index("\n{\n") :])
+    assert summary["num_rejected"] == 2 and summary["rejected_by_reason"] == {"empty conversation": 1, "not JSON": 1}
+    assert "2 of 42 rows are left out" in caplog.text and "rejects.parquet" in caplog.text
+    assert shown.count("--- row-") == 2 and shown.count("⟦") == 2, "two samples with one supervised answer each"
+    assert "supervised" in err and "\u2588" in err, "buckets are drawn beside the result"
+    code, out, err = dflash(monkeypatch, capsys, "plan", micro_experiment)
+    plan = json.loads(out)
+    assert "modelled cost" in err
+    assert code == 0 and [row["num_buckets"] for row in plan["num_buckets_compared"]] == list(range(1, 17))
+    assert plan["orders"]["diverse"]["longest_run"] == plan["orders"]["diverse"]["shortest_possible_longest_run"]
+    assert plan["orders"]["diverse"]["steps"]["num_steps"] == plan["num_steps"]
 
 
 def test_a_target_without_a_mask_token(

@@ -23,7 +23,7 @@ from dflash_core.data.pool import default_num_workers
 from dflash_core.data.progress import PrepareProgress, ProgressCounter
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
 from dflash_core.data.sources import expand_files
-from dflash_core.data.store import MANIFEST, NO_FAULT, SCHEMA_VERSION, TOKENS
+from dflash_core.data.store import MANIFEST, NO_FAULT, REJECTS, SCHEMA_VERSION, TOKENS
 from dflash_core.data.tokenize_files import TokenizeJob
 from dflash_core.data.tokenizer import chat_template_digest, tokenizer_digest
 from dflash_core.data.worker import EncodeSettings
@@ -89,7 +89,18 @@ def prepare_dataset(
                 remove_unfinished(building, building / TOKENS)
                 raise
     logger.info("%s: %d sequences, %d tokens", folder, manifest["num_sequences"], manifest["num_tokens"])
+    _warn_of_rejects(folder, manifest)
     return {**manifest, "reused": False}
+
+
+def _warn_of_rejects(folder: Path, manifest: dict[str, Any]) -> None:
+    """Rows that are left out must be noticed also by somebody who looks at the training alone."""
+    counts: dict[str, int] = manifest["num_rejected"]
+    if counts:
+        num_rows = sum(item["rows"] for item in manifest["source_files"])
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
+        where = folder / REJECTS
+        logger.warning("%s: %d of %d rows are left out (%s); see %s", folder, sum(counts.values()), num_rows, reasons, where)
 
 
 class _Job:
