@@ -110,6 +110,23 @@ def test_everything_rewritten_says_which_key_decides(tmp_path: Path) -> None:
         prepare_rows(tmp_path, [write(tmp_path / "x.jsonl", [{"messages": turns}])], template=THINKING)
 
 
+def test_columns_of_other_names_are_told_of_the_map(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"row 1: no messages.*; data\.columns maps"):
+        prepare_rows(tmp_path, [write(tmp_path / "x.jsonl", [{"dialog": ROWS[0]["messages"]}])])
+
+
+def test_a_bad_held_out_row_is_found_before_anything_is_prepared(
+    micro_experiment: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(held_out.read_text() + "{not json\n")
+    monkeypatch.setattr("sys.argv", ["dflash", "prepare", str(micro_experiment)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and f"{held_out}: row 7: not JSON" in error and not list(home.glob("datasets/*"))
+
+
 @pytest.mark.parametrize("damage", ["cut", "a line less", "not a number"])
 def test_damaged_counts_of_a_finished_part_are_made_anew(damage: str, tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", ["no", "JSON", *ROWS])

@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REWRITES_HISTORY = "template rewrites history"
+# What a user can set if rows are refused for that.
+REMEDIES = {
+    "template rewrites history": "data.rewritten_history says what becomes of such rows",
+    "no messages": "data.columns maps columns that are called otherwise",
+}
 # What no row of a dataset depends on.
 NOT_IN_THE_RESULT = {"files", "held_out", "num_workers", "on_bad_row"}
 
@@ -172,6 +176,7 @@ class _Job:
         counts: dict[str, int] = merged.counts["num_rejected"]
         reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
         text = f"{files}: no usable row; {sum(counts.values())} rejected ({reasons}), the first: {merged.first_reject}"
-        if REWRITES_HISTORY in counts and self._config.rewritten_history == "reject":
-            text += "; data.rewritten_history says what becomes of such rows"
-        return text
+        if merged.first_reject.reason == "template rewrites history" and self._config.rewritten_history != "reject":
+            return text
+        remedy = REMEDIES.get(merged.first_reject.reason)
+        return f"{text}; {remedy}" if remedy else text
