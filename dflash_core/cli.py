@@ -1,7 +1,7 @@
 """The `dflash` command. Thin: each command reads its input and calls one function of `dflash_core.experiment`.
 
-Exit codes: 0 done, 2 the user's mistake, 3 training failed, 4 stopped by a signal with a checkpoint saved. Every error
-is one line on standard error; `--debug` before the command shows the traceback.
+Exit codes: 0 done, 2 the user's mistake, 3 training failed, 4 stopped by a signal with a checkpoint saved, 130
+interrupted. Every error is one line on standard error; `--debug` before the command shows the traceback.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dflash_core.errors import EXIT_TRAINING_FAILED, EXIT_USER_ERROR, ConfigError, DFlashError
+from dflash_core.errors import EXIT_INTERRUPTED, EXIT_TRAINING_FAILED, EXIT_USER_ERROR, ConfigError, DFlashError
 
 app = typer.Typer(
     help="Trains DFlash drafters: prepare, plan, train, evaluate, export, analyze, doctor.",
@@ -185,11 +184,13 @@ def main() -> None:
     """Run the command line and end with the exit code of what happened."""
     debug = "--debug" in sys.argv[1:2]
     try:
-        app(standalone_mode=False)
+        # typer makes a KeyboardInterrupt an exit code of its own, which without standalone mode it only returns.
+        if app(standalone_mode=False) == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
     except DFlashError as error:
         _fail(error, str(error), error.exit_code, debug)
     except KeyboardInterrupt as error:
-        _fail(error, "interrupted", 128 + signal.SIGINT, debug)
+        _fail(error, "interrupted", EXIT_INTERRUPTED, debug)
     except Exception as error:  # noqa: BLE001 - top of the program
         if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # a usage error of the command line itself
             _fail(error, error.format_message(), EXIT_USER_ERROR, debug)

@@ -64,14 +64,20 @@ def draft_spec(config: ExperimentConfig) -> DraftSpec:
 
 def prepare(config: ExperimentConfig, progress: Callable[[PrepareProgress], None] | None = None) -> dict[str, Any]:
     """Make the dataset folder, or keep one that is up to date; returns what its manifest says, and `path`."""
-    from dflash_core.data import Dataset, expand_files, load_tokenizer, prepare_dataset, write_length_histogram
+    from dflash_core.data import Dataset, load_tokenizer, prepare_dataset, read_prompts, write_length_histogram
 
-    if config.data.held_out is not None:
-        expand_files([config.data.held_out])  # missed only after hours of training otherwise
     folder = target_folder(config)
     draft_spec(config)  # a target without a mask token, or taps that do not fit, must not cost a preparation
     dataset = dataset_folder(config)
     tokenizer = load_tokenizer(folder)
+    if config.data.held_out is not None:  # a missing file or a bad row would be found only after hours of training
+        read_prompts(
+            config.data.held_out,
+            tokenizer,
+            config.evaluate.max_prompts,
+            columns={str(ours): theirs for ours, theirs in config.data.columns.items()},
+            template_variables=config.data.template_variables,
+        )
     manifest = prepare_dataset(config.data, tokenizer, target=config.target.path, folder=dataset, progress=progress)
     write_length_histogram(dataset, edges(config, Dataset.open(dataset).lengths))
     copied = ("fingerprint", "num_sequences", "num_tokens", "num_supervised", "num_truncated", "reused")

@@ -60,7 +60,9 @@ def make(folder: Path, content: Sequences, per_part: int = 4, without: tuple[int
         "num_sequences": len(kept),
         "num_tokens": sum(len(ids) for ids, _ in kept),
         "num_supervised": sum(sum(mask) for _, mask in kept),
+        "num_truncated": 0,
         "num_excluded": len(without),
+        "num_rejected": {},
         "fingerprint": fingerprint.hexdigest(),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))

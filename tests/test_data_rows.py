@@ -201,7 +201,7 @@ BAD: dict[str, dict[str, Any]] = {
     "NUL character (message 2, call 1, character 1)": turn(tool_calls=[call({"\0": 1})]),
     "lone surrogate (tool 1, character 1)": {**GOOD, "tools": [{"name": "\ud800"}]},
     "no assistant turn": turn(role="user"),
-    "unknown finish_reason ('abort'; known are stop and length)": {**GOOD, "finish_reason": "abort"},
+    "unknown finish_reason ('abort'; known are stop, tool_calls and length)": {**GOOD, "finish_reason": "abort"},
     "ill-typed id ([])": {**GOOD, "id": []},
     "ill-typed id ('')": {**GOOD, "id": ""},
     "ill-typed id (True)": {**GOOD, "id": True},

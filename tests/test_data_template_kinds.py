@@ -241,9 +241,13 @@ def test_reasoning_that_the_template_cuts_out_is_put_behind_the_prompt_that_open
     first, second = ChatEncoder(byte_tokenizer(R1), rewritten_history="each_answer").render(talked)
     assert first.text == "<|user|>q<|assistant|><think>\nwhy\n</think>\n\na<|end|>"
     assert second.text == "<|user|>q<|assistant|>\n\na<|end|><|user|>r<|assistant|><think>\nhow\n</think>\n\nb<|end|>"
-    for message in (answer("a"), answer("a", reasoning="why")):
-        with pytest.raises(BadRow, match="template rewrites history"):
-            supervised(R1, conversation(Q, message), "each_answer")
+    beside = conversation(Q, answer("a", reasoning="why"), R, answer("b", reasoning="\nhow\n"))
+    first, second = ChatEncoder(byte_tokenizer(R1), rewritten_history="each_answer").render(beside)
+    assert first.text == "<|user|>q<|assistant|><think>\nwhy\n</think>\n\na<|end|>"
+    assert second.text.endswith("<|user|>r<|assistant|><think>\nhow\n</think>\n\nb<|end|>")
+    assert supervised(R1, beside, "each_answer") == [["why\n</think>\n\na<|end|>"], ["how\n</think>\n\nb<|end|>"]]
+    with pytest.raises(BadRow, match="template rewrites history"):
+        supervised(R1, conversation(Q, answer("a")), "each_answer")
 
 
 # ---- random conversations ----

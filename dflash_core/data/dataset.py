@@ -27,7 +27,9 @@ MANIFEST_KEYS: dict[str, type] = {
     "num_sequences": int,
     "num_tokens": int,
     "num_supervised": int,
+    "num_truncated": int,
     "num_excluded": int,
+    "num_rejected": dict,
     "fingerprint": str,
 }
 PART_NAME = re.compile(r"part-[0-9a-f]+-\d+")
@@ -69,7 +71,7 @@ class Dataset:
                 manifest says.
         """
         manifest = _read_manifest(folder)
-        excluded = _read_excluded(folder) if manifest["num_excluded"] else {}
+        excluded = _read_excluded(folder, manifest) if manifest["num_excluded"] else {}
         batches: list[Batch] = []
         kept: list[NDArray[np.int64] | None] = []
         for number, part in enumerate(manifest["parts"]):
@@ -177,7 +179,7 @@ def _kept(batches: list[Batch], excluded: NDArray[np.int32] | None) -> list[NDAr
     return [np.flatnonzero(keep[end - len(batch) : end]) for batch, end in zip(batches, ends, strict=True)]
 
 
-def _read_excluded(folder: Path) -> dict[int, NDArray[np.int32]]:
+def _read_excluded(folder: Path, manifest: dict[str, Any]) -> dict[int, NDArray[np.int32]]:
     """Rows that are left out, by the number of their part."""
     path = folder / EXCLUDED
     try:
@@ -185,8 +187,18 @@ def _read_excluded(folder: Path) -> dict[int, NDArray[np.int32]]:
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: damaged ({' '.join(str(error).split())})") from error
     part, index = (table.column(name).to_numpy() for name in EXCLUDED_SCHEMA.names)
+    if table.num_rows != manifest["num_excluded"] or not _in_parts(part, index, manifest["parts"]):
+        raise DataError(f"{path}: damaged (it does not fit {MANIFEST})")
     borders = np.flatnonzero(np.diff(part)) + 1
     return {int(part[rows[0]]): index[rows] for rows in np.split(np.arange(len(part)), borders) if len(rows)}
+
+
+def _in_parts(part: NDArray[Any], index: NDArray[Any], parts: list[dict[str, Any]]) -> bool:
+    """Whether part numbers and rows in them, [N] each, name rows that exist; a null has made them floats."""
+    if not (np.issubdtype(part.dtype, np.integer) and np.issubdtype(index.dtype, np.integer)):
+        return False
+    sizes = np.array([item["num_sequences"] for item in parts], dtype=np.int64)
+    return bool(((part >= 0) & (part < len(sizes))).all() and ((index >= 0) & (index < sizes[part])).all())
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -195,7 +207,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest = read_json(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{folder}: not a dataset ({MANIFEST} is missing)") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
         raise DataError(f"{path}: schema version {SCHEMA_VERSION} expected; prepare the dataset again")
@@ -204,6 +216,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         bad = ["num_parts"]
     if not bad and not all(_is_part(part) for part in manifest["parts"]):
         bad = ["parts"]
+    if not bad and not all(isinstance(item, dict) for item in manifest["source_files"]):
+        bad = ["source_files"]
     if bad:
         raise DataError(f"{path}: damaged ({bad[0]})")
     return manifest

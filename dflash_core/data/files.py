@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_core.data.parts import PartSummary, open_part, read_summary
+from dflash_core.data.parts import PartSummary, open_part, read_rejected, read_summary
 from dflash_core.data.sources import SourceFile, content_identity, num_bytes
 from dflash_core.errors import DataError
 from dflash_core.provenance import digest_bytes, digest_json, read_json, write_atomically
@@ -118,11 +118,12 @@ def usable_part(tokens_folder: Path, name: str) -> PartSummary | None:
     if summary is None:
         return None
     try:
-        found = sum(len(batch) for batch in open_part(tokens_folder, name))
+        num_sequences = sum(len(batch) for batch in open_part(tokens_folder, name))
+        num_rejected = sum(1 for _ in read_rejected(tokens_folder, name))
     except DataError as error:
         logger.warning("%s; it is made anew", error)
         return None
-    return summary if found == summary.num_sequences else None
+    return summary if (num_sequences, num_rejected) == (summary.num_sequences, summary.num_rejected) else None
 
 
 def write_marker(tokens_folder: Path, file: TakenFile, num_parts: int) -> None:
@@ -174,7 +175,9 @@ def remove_other_parts(tokens_folder: Path, files: Sequence[TakenFile]) -> None:
     keys = {file.key for file in files}
     for path in list(tokens_folder.iterdir()):
         words = path.name.removesuffix(".json").split("-")
-        if words[0] not in ("part", "file") or len(words) < 2 or words[1] not in keys:
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif words[0] not in ("part", "file") or len(words) < 2 or words[1] not in keys:
             path.unlink()
 
 

@@ -117,6 +117,8 @@ def read_summary(tokens_folder: Path, name: str) -> PartSummary | None:
         with (tokens_folder / f"{name}.json").open(encoding="utf-8") as file:
             found = json.loads(file.readline())
         fault = found["first_fault"]
+        if not all(isinstance(value, int) for key, value in found.items() if key != "first_fault"):
+            return None
         summary = PartSummary(**{**found, "first_fault": None if fault is None else tuple(fault)})
         return summary if (tokens_folder / f"{name}.arrow").is_file() else None
     except (OSError, ValueError, TypeError, KeyError):
@@ -124,12 +126,16 @@ def read_summary(tokens_folder: Path, name: str) -> PartSummary | None:
 
 
 def read_rejected(tokens_folder: Path, name: str) -> Iterator[RejectedRow]:
-    """The rejected rows of a finished part, in the order of rows."""
-    with (tokens_folder / f"{name}.json").open(encoding="utf-8") as file:
-        next(file)
-        for line in file:
-            row, reason, detail = json.loads(line)
-            yield row, reason, detail
+    """The rejected rows of a finished part, in the order of rows; raises `DataError` if its text file is damaged."""
+    path = tokens_folder / f"{name}.json"
+    try:
+        with path.open(encoding="utf-8") as file:
+            next(file)
+            for line in file:
+                row, reason, detail = json.loads(line)
+                yield int(row), str(reason), str(detail)
+    except (OSError, ValueError, TypeError, StopIteration) as error:
+        raise DataError(f"{path}: damaged ({' '.join(str(error).split())})") from error
 
 
 class Batch:

@@ -22,7 +22,7 @@ from dflash_core.data.merge import Merged, merge_parts
 from dflash_core.data.pool import default_num_workers
 from dflash_core.data.progress import PrepareProgress, ProgressCounter
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
-from dflash_core.data.sources import expand_files
+from dflash_core.data.sources import expand_files, one_line
 from dflash_core.data.store import MANIFEST, NO_FAULT, REJECTS, SCHEMA_VERSION, TOKENS
 from dflash_core.data.tokenize_files import TokenizeJob
 from dflash_core.data.tokenizer import chat_template_digest, tokenizer_digest
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What a user can set if rows are refused for that.
+REMEDIES = {
+    "template rewrites history": "data.rewritten_history says what becomes of such rows",
+    "no messages": "data.columns maps columns that are called otherwise",
+}
 # What no row of a dataset depends on.
 NOT_IN_THE_RESULT = {"files", "held_out", "num_workers", "on_bad_row"}
 
@@ -74,7 +79,16 @@ def prepare_dataset(
         "max_length": config.max_length,
         "over_long": config.over_long,
     }
+    if folder.is_symlink():  # a dataset that lies elsewhere stays there, and is built beside that place
+        folder = folder.resolve()
     job = _Job(config, tokenizer, folder, origin)
+    try:
+        return _prepared(job, folder, progress)
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: {error.strerror or one_line(error)}") from error
+
+
+def _prepared(job: _Job, folder: Path, progress: Callable[[PrepareProgress], None] | None) -> dict[str, Any]:
     manifest = job.reusable()  # without the lock: several runs may start on one finished dataset
     if manifest is not None:
         return {**manifest, "reused": True}
@@ -172,4 +186,8 @@ class _Job:
             return f"{files}: no rows"
         counts: dict[str, int] = merged.counts["num_rejected"]
         reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
-        return f"{files}: no usable row; {sum(counts.values())} rejected ({reasons}), the first: {merged.first_reject}"
+        text = f"{files}: no usable row; {sum(counts.values())} rejected ({reasons}), the first: {merged.first_reject}"
+        if merged.first_reject.reason == "template rewrites history" and self._config.rewritten_history != "reject":
+            return text
+        remedy = REMEDIES.get(merged.first_reject.reason)
+        return f"{text}; {remedy}" if remedy else text

@@ -29,7 +29,7 @@ from dflash_core.data.turns import BadRow, Message, check_characters, parse_tool
 __all__ = ["BadRow", "Conversation", "Message", "Reject", "parse_row", "reject", "rows_of"]
 
 # Other reasons (aborted, filtered, a stop string) leave open whether the end-of-turn token was the target's own.
-FINISH_REASONS = (None, "stop", "length")
+FINISH_REASONS = (None, "stop", "tool_calls", "length")
 # The columns that hold a shape's content, and which of our fields in a column map stand for them.
 SHAPES = (("messages", ("messages",)), ("conversations", ()), ("prompt", ("prompt", "response")), ("text", ("text",)))
 
@@ -95,7 +95,7 @@ def _json_object(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise BadRow("not JSON", f"{error.msg}: column {error.colno}") from error
+        raise BadRow("not JSON", f"{error.msg}: column {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:  # a number with thousands of digits, brackets nested without end
         raise BadRow("not JSON", type(error).__name__) from error
     if not isinstance(value, dict):
@@ -188,7 +188,7 @@ def parse_row(
     messages, text = _content(fields, needs_answer)
     finish_reason = fields.get("finish_reason")
     if finish_reason not in FINISH_REASONS:
-        raise BadRow("unknown finish_reason", f"{short(finish_reason)}; known are stop and length")
+        raise BadRow("unknown finish_reason", f"{short(finish_reason)}; known are stop, tool_calls and length")
     sample_id, source = fields.get("id"), fields.get("source")
     if isinstance(sample_id, int) and not isinstance(sample_id, bool):
         sample_id = str(sample_id)

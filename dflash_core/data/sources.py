@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import glob
 import io
+import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +41,9 @@ KNOWN_ENDINGS = ".jsonl, .ndjson and .json, each also with .gz or .zst; .parquet
 MAX_LINE_BYTES = 256 * 2**20
 TOO_LONG = b""  # stands for such a line; a blank line is never delivered, so this cannot be one
 READ_BYTES = 1 << 20
+# An array of objects, or an object that goes on in the next line; a row in one line begins otherwise.
+DOCUMENT_START = re.compile(rb"\s*(\[\s*(\{|$)|\{\s*$)")
+ONE_DOCUMENT = "is one JSON document, not one row in each line (jq -c '.[]' FILE.json > FILE.jsonl takes an array apart)"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # What remote file systems say about a file's content, where they say it.
 REMOTE_IDENTITY = ("size", "etag", "contentmd5", "md5", "md5hash", "checksum", "digest", "lastmodified", "mtime", "generation")
@@ -117,6 +122,8 @@ def content_identity(file: SourceFile) -> str:
             return f"sha256:{digest_file(path)}"
         fs, remote = _file_system(file.url)
         info = {key.lower().replace("-", "").replace("_", ""): str(value) for key, value in fs.info(remote).items()}
+        if _is_archive(fs):  # its key names the open file object, another one each time; it knows the checksum, though
+            return f"ukey:{digest_json(info)}"
         known = {key: info[key] for key in REMOTE_IDENTITY if key in info}
         return f"ukey:{digest_json([fs.ukey(remote), known])}"
 
@@ -172,6 +179,8 @@ def _source_file(url: str) -> SourceFile:
 
 
 def _expand_local(pattern: str) -> list[str]:
+    if not pattern:
+        raise DataError("data.files: an empty name")
     path = Path(pattern)
     if path.is_file():
         return [path.as_posix()]
@@ -235,6 +244,12 @@ def _file_system(url: str) -> tuple[Any, str]:
     return fs, str(path)
 
 
+def _is_archive(fs: Any) -> bool:
+    from fsspec.archive import AbstractArchiveFileSystem  # type: ignore[import-untyped]
+
+    return isinstance(fs, AbstractArchiveFileSystem)
+
+
 def _local_path(file: SourceFile) -> Path | None:
     """Where the file lies on this machine, if it does."""
     if not _is_url(file.url):
@@ -279,9 +294,7 @@ def _text_chunks(file: SourceFile, raw: IO[bytes], max_rows: int, max_bytes: int
         stream = io.BufferedReader(pa.CompressedInputStream(raw, file.compression), READ_BYTES)
     lines: list[tuple[int, bytes]] = []
     size = 0
-    for number, line in _numbered_lines(stream):
-        if line != TOO_LONG and not line.strip():
-            continue
+    for number, line in _rows_by_line(file, stream):
         lines.append((number, line))
         size += len(line)
         if len(lines) >= max_rows or size >= max_bytes:
@@ -291,7 +304,36 @@ def _text_chunks(file: SourceFile, raw: IO[bytes], max_rows: int, max_bytes: int
         yield RawChunk(lines[0][0], len(lines), "jsonl", lines, raw.tell())
 
 
-def _numbered_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def _rows_by_line(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank; raises `DataError` if the file is one JSON document instead of one row for each line.
+
+    Taken line by line such a file would be rejected bit by bit, or all but its last row.
+    """
+    numbered = ((number, line) for number, line in _numbered_lines(file, stream) if line == TOO_LONG or line.strip())
+    first = next(numbered, None)
+    if first is None:
+        return
+    second = next(numbered, None)
+    if DOCUMENT_START.match(first[1]) and _goes_on(first[1], second[1] if second else None):
+        raise DataError(f"{file.url}: {ONE_DOCUMENT}")
+    yield first
+    if second is not None:
+        yield second
+        yield from numbered
+
+
+def _goes_on(first: bytes, second: bytes | None) -> bool:
+    """Whether a line that begins like a document is not just a bad row."""
+    if second is None:
+        return first.lstrip().startswith(b"[")
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return second.lstrip().startswith((b'"', b"{") if first.lstrip().startswith(b"[") else b'"')
+    return False
+
+
+def _numbered_lines(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     number = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -300,6 +342,8 @@ def _numbered_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         if len(line) <= MAX_LINE_BYTES:
             yield number, line
             continue
+        if number == 1 and DOCUMENT_START.match(line):
+            raise DataError(f"{file.url}: {ONE_DOCUMENT}")
         while line and not line.endswith(b"\n"):
             line = stream.readline(READ_BYTES)
         yield number, TOO_LONG

@@ -36,6 +36,9 @@ from dflash_core.data.turns import BadRow, Message, leaves
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+# A prompt that ends where the target is to reason.
+OPENED = re.compile(r"<(?P<tag>think|thinking|thought)>(?P<space>\s*)\Z")
+
 RewrittenHistory = Literal["reject", "last_answer", "each_answer"]
 
 
@@ -192,19 +195,23 @@ class ChatEncoder:
         """The prompt and what the target wrote, where the template cannot show both.
 
         Templates in the manner of DeepSeek-R1 open the reasoning in the prompt and cut it out of the answer. If the
-        row's content holds it, the content is what the target wrote, without the tag that the prompt has already.
+        row holds it, inside the content or beside it, that and the rest of the content are what the target wrote, without
+        the tag that the prompt has already.
         """
-        thought = THOUGHT.match(message.content)
-        opening = f"<{thought['tag']}>" if thought else ""
-        if not thought or message.tool_calls or not prompt.rstrip().endswith(opening):
+        opened, thought = OPENED.search(prompt), THOUGHT.match(message.content)
+        if opened is None or message.tool_calls or (thought and thought["tag"] != opened["tag"]):
             raise RewrittenHistoryError(index + 1)
-        shown = text.rfind(thought["content"].strip())
-        token = self._special.search(text, shown + len(thought["content"].strip())) if shown >= 0 else None
+        if thought:
+            content, written = thought["content"], message.content.lstrip().removeprefix(f"<{opened['tag']}>")
+        elif message.reasoning:
+            content, written = message.content, f"{message.reasoning.strip()}\n</{opened['tag']}>\n\n{message.content}"
+        else:
+            raise RewrittenHistoryError(index + 1)
+        shown = text.rfind(content.strip())
+        token = self._special.search(text, shown + len(content.strip())) if shown >= 0 else None
         if token is None:
             raise RewrittenHistoryError(index + 1)
-        written = message.content.lstrip().removeprefix(opening)
-        inserted = prompt[len(prompt.rstrip()) :]
-        return prompt + written.removeprefix(inserted) + token[0]
+        return prompt + written.removeprefix(opened["space"]) + token[0]
 
     def _with_spans(
         self,

@@ -34,6 +34,8 @@ NOTES = frozenset(
     {"id", "index", "timestamp", "created_at", "date", "model", "language", "redacted", "toxic", "turn_identifier"}
     | {"country", "state", "hashed_ip", "header"}
 )
+# What other trainers call `weight`: here even a False says something.
+TRAINING_FLAGS = frozenset({"train", "trainable", "training", "loss"})
 MAX_DEPTH = 64  # of tools and arguments; templates walk them recursively
 UNUSABLE_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
 
@@ -162,7 +164,7 @@ def _check_keys(turn: dict[Any, Any], where: str) -> None:
     unknown = turn.keys() - KNOWN_KEYS - NOTES
     for key in sorted(unknown, key=str):
         value = turn[key]
-        if value is not None and value is not False and value not in ("", [], {}):
+        if value is not None and (value is not False or key in TRAINING_FLAGS) and value not in ("", [], {}):
             raise BadRow("unknown message key", f"{where}: {short(key)}")
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # One call of the tokenizer gets at most so much: its results take some hundred bytes for each token.
 CALL_ROWS = 256
 CALL_CHARACTERS = 2**20
+# A tokenizer takes about 160 bytes for each character of a text; a row of 50 MB would cost 8 GB.
+MOST_CHARACTERS, MOST_CHARACTERS_PER_TOKEN = 2**21, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class _Part:
                     raise value
                 conversation = self._parse(row, value)
                 rendered = self._encoder.render(conversation)
+                self._check_size(rendered)
             except BadRow as error:
                 self.rejected.append((row, error.reason, error.detail))
                 continue
@@ -105,6 +108,12 @@ class _Part:
                     group, characters = [], 0
         if group:
             yield group
+
+    def _check_size(self, rendered: list[Rendered]) -> None:
+        limit = max(MOST_CHARACTERS, MOST_CHARACTERS_PER_TOKEN * self._settings.max_length)
+        longest = max(len(item.text) for item in rendered)
+        if longest > limit:
+            raise BadRow(OVER_LONG, f"{longest} characters, at most {limit}")
 
     def _parse(self, row: int, value: dict[str, Any]) -> Conversation:
         job = self._job
