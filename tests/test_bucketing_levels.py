@@ -118,6 +118,11 @@ def test_padded_tokens_stand_for_the_cost() -> None:
     assert found.step_efficiency == pytest.approx(15 / 20) and found.cell_cost_spread == pytest.approx(10 / 15)
 
 
+def test_a_step_that_costs_nothing_keeps_nobody_waiting() -> None:
+    found = order_levels([0] * 3, step=[0, 1, 1], cell=[0, 0, 1], mean_length=[1] * 3, num_buckets=1, cost=[4, 0, 0], num_cells=2)
+    assert found.steps.step_efficiency == 0.5 and found.steps.cell_cost_spread == 2
+
+
 def test_arrays_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in shape"):
         describe([(0, 0, 1, 1, 0)] * 3, 1, cost=[1])

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash_core.bucketing import order_statistics, plan_epoch, shortest_possible_longest_run
-from dflash_core.bucketing.diverse import diverse, diverse_buckets, pressing_bucket
+from dflash_core.bucketing.diverse import _Filling, diverse, diverse_buckets, pressing_bucket
 from dflash_core.bucketing.orders import grouped
 
 multisets = st.lists(st.integers(1, 60), min_size=1, max_size=8)
@@ -125,8 +125,10 @@ def test_the_cap_rule_allows_exactly_the_moves_that_can_be_finished() -> None:
     assert pressed > 100 and free > 100
 
 
+@pytest.mark.parametrize("careful", [1, 64])
 @pytest.mark.parametrize("counts", [[40, 20, 21], [160, 20, 20], [90, 4, 5], [102, 50], [300, 200, 101]])
-def test_a_pressing_bucket_is_never_overlooked(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+def test_a_pressing_bucket_is_never_overlooked(monkeypatch: pytest.MonkeyPatch, counts: list[int], careful: int) -> None:
+    monkeypatch.setattr("dflash_core.bucketing.diverse.CAREFUL_PLACES", careful)
     found: list[int] = []
 
     def spy(*arguments: Any) -> int:
@@ -191,6 +193,26 @@ def test_diverse_orders_differ_by_seed_and_spread_the_batches_of_a_bucket() -> N
 def test_ties_are_drawn() -> None:
     first = [diverse_buckets([10, 10, 10], np.random.default_rng(seed))[0] for seed in range(300)]
     assert (np.bincount(first, minlength=3) > 60).all()
+
+
+def test_what_is_taken_out_of_turn_leaves_a_heap() -> None:
+    rng = np.random.default_rng(0)
+    counts = np.array([9, 14, 3, 20, 11, 17, 6])
+    filling, left = _Filling(counts, rng), counts.copy()
+    while left.any():
+        filling._force(int(rng.choice(np.flatnonzero(left))))
+        left[filling.sequence[-1]] -= 1
+        waiting = filling._waiting
+        assert all(waiting[(i - 1) // 2] <= waiting[i] for i in range(1, len(waiting)))
+
+
+def test_grouped_draws_the_batches_of_a_step_and_the_order_of_the_rests() -> None:
+    bucket = np.repeat(np.arange(4), [5, 5, 5, 5])
+    orders = [grouped(bucket, 4, np.random.default_rng(s)) for s in range(30)]
+    firsts = {frozenset(order[i : i + 4].tolist()) for order in orders for i in range(0, 20, 4)}
+    assert {part for part in firsts if len(set(bucket[list(part)])) == 1} >= {frozenset({0, 1, 2, 4}), frozenset({0, 1, 2, 3})}
+    rests = {tuple(bucket[order[i : i + 4]].tolist()) for order in orders for i in range(0, 20, 4)}
+    assert len([rest for rest in rests if len(set(rest)) == 4]) > 5
 
 
 def test_grouped_puts_the_partial_step_last_and_shuffles_the_steps() -> None:

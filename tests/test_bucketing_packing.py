@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.bucketing import plan_epoch
+from dflash_core.bucketing.forming import batch_sizes
 from dflash_core.bucketing.limits import Limits
 from dflash_core.bucketing.packing import best_fit
 from dflash_core.bucketing.windows import count_windows, grouped, sorted_windows
@@ -39,7 +40,7 @@ def plain_best_fit(shares: list[int], budget: int, most: int | None) -> list[int
     st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=40), min_size=1, max_size=5),
     st.integers(30, 90),
     st.none() | st.integers(1, 5),
-    st.sampled_from([1, 2**25, 2**33]),
+    st.sampled_from([1, 2**19, 2**25]),
 )
 @settings(max_examples=200, deadline=None)
 def test_best_fit_is_that_of_the_plain_rule(windows: list[list[int]], budget: int, most: int | None, unit: int) -> None:
@@ -74,7 +75,7 @@ def test_windows_cut_sort_and_group_as_lists_do(size: list[int], num_windows: in
 
 
 def test_there_are_two_windows_where_there_are_two_batches() -> None:
-    assert [count_windows(n, 8) for n in (0, 1, 2, 16, 24, 100)] == [1, 1, 2, 2, 3, 12]
+    assert [count_windows(n, 8) for n in (0, 1, 2, 16, 24, 30, 100)] == [1, 1, 2, 2, 3, 4, 12]
     assert count_windows(5, 1) == 5
 
 
@@ -130,3 +131,16 @@ def test_rows_of_very_many_sequences_and_dear_ones() -> None:
     found = sorted((n, c) for n, c in zip(dear.num_sequences.tolist(), dear.cost.tolist(), strict=True))
     assert found[-3:] != [] and found.count((1, 150)) == 3
     assert sum(c for n, c in found if c != 150) == 14 * 14 and max(c for n, c in found if c != 150) <= 100
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_random_batches_are_as_few_and_as_even_as_whole_numbers_allow(num: int, most: int) -> None:
+    sizes = batch_sizes(num, most)
+    assert sizes.sum() == num and len(sizes) == -(-num // most)
+    assert 1 <= sizes.min() <= sizes.max() <= min(most, sizes.min() + 1)
+
+
+def test_batches_are_at_least_as_many_as_either_bound_asks_for() -> None:
+    shares = np.full(10, 8)
+    assert [Limits(40, most).fewest_batches(shares) for most in (None, 5, 4, 1)] == [2, 2, 3, 10]
+    assert Limits(39).fewest_batches(shares) == 3

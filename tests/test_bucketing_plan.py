@@ -202,6 +202,18 @@ def test_small_epochs(order: Any) -> None:
         ({"pack_window": 0}, ConfigError, "bucketing.pack_window: 0"),
         ({"strategy": "dense"}, ConfigError, "bucketing.strategy: 'dense' is none of padded, packed"),
         ({"order": "random"}, ConfigError, "bucketing.order: 'random'"),
+        ({"token_budget": 10**30}, ConfigError, f"bucketing.token_budget: {10**30} is above {2**32}"),
+        ({"max_sequences": 10**30}, ConfigError, f"bucketing.max_sequences: {10**30} is above {2**32}"),
+        ({"quadratic_length": 10**30}, ConfigError, f"bucketing.quadratic_length: {10**30} is above {2**32}"),
+        ({"batches_per_step": 2**62}, ConfigError, f"bucketing.batches_per_step: {2**62} is above {2**32}"),
+        ({"num_cells": 1024}, ConfigError, "topology.cells: 1024 is above 1023"),
+        ({"edges": [5, 10**30]}, ConfigError, f"bucketing.boundaries: {10**30} is above {2**32}"),
+        ({"lengths": np.array([3, 2**63], dtype=np.uint64)}, DataError, f"sequence 1 has length {2**63}; no sequence may"),
+        (
+            {"lengths": [3, 2**28], "edges": [2**28], "token_budget": 2**30, "quadratic_length": 1},
+            DataError,
+            f"2 sequences of up to {2**28} tokens cost more with bucketing.quadratic_length = 1 than can be counted",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -210,3 +222,18 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], error: type[Exceptio
         plan_epoch(**arguments)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["padded", "packed"])
+def test_costs_as_large_as_they_may_be_are_still_balanced(strategy: Any) -> None:
+    """Costs are kept together with numbers of cells, rows and columns; at the limits none of it leaves 64 bits."""
+    budget = 2**32
+    plan = plan_epoch([budget] * 1023 + [budget - 1], [budget], token_budget=budget, batches_per_step=2, num_cells=1023)
+    assert np.bincount(plan.cell, weights=plan.cost).max() < 3 * budget
+    quadratic = 2**22
+    dear = plan_epoch(
+        [2**26] * 2 + [2**20] * 4000, [2**26], token_budget=2**31, batches_per_step=2, num_cells=2, strategy=strategy,
+        quadratic_length=quadratic, sort_window=3,
+    )  # fmt: skip
+    assert int(dear.cost.max()) <= 2**31 and dear.cost.min() > 0
+    assert np.ptp(np.bincount(dear.cell, weights=dear.cost)) <= dear.cost.max()

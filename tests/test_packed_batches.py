@@ -210,3 +210,12 @@ def test_bytes_are_known_before_loading(planner: Planner) -> None:
     plan = make_plan()
     for batch in plan.batches(0):
         assert plan.lengths_of(batch).tolist() == [LENGTHS[sample] for sample in batch.samples]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_anchors_are_drawn_anew_in_every_epoch_and_the_same_each_time(packed: bool) -> None:
+    dataset: Any = FakeDataset([[True] * 60])
+    collator = Collator(dataset, seed=3, num_anchors=ANCHORS, weights_K=slot_weights(BLOCK, 4.0), pad_token_id=7, pin=False)
+    drawn = [collator(PlannedBatch(0, 0, epoch, 0, 0, 1, (0,), True, packed))[1].anchors_RA for epoch in (0, 1, 2, 1)]
+    assert torch.equal(drawn[1], drawn[3])
+    assert not torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[1], drawn[2])

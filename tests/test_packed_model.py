@@ -297,3 +297,34 @@ def test_a_target_that_ignores_positions_is_refused(micro_target: Path, monkeypa
         with pytest.raises(ConfigError, match=REFUSED) as caught:
             target.check_packing("my/model")
         assert ("see each other" if takes_them else "cannot be given positions") in str(caught.value)
+
+
+def test_one_leaking_tap_among_many_is_enough(micro_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The taps are judged one by one: a mean over them would dilute a leak that only the last layers see."""
+    target = FrozenTarget(micro_target, (0, 1, 2, 3), "float32", "sdpa", "cpu")
+    real, size = target._tapped, target.shape.hidden_size
+    factor = 1.0
+
+    def leaking(tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        states = real(tokens, positions).clone()
+        if positions is not None:
+            states[:, :, 3 * size :] *= factor
+        return states
+
+    monkeypatch.setattr(target, "_tapped", leaking)
+    target.check_packing("my/model")
+    factor += 2 * target_module.PACKING_TOLERANCE[torch.float32]
+    with pytest.raises(ConfigError, match=REFUSED):
+        target.check_packing("my/model")
+
+
+def test_a_target_that_refuses_positions_by_their_value_is_refused(micro_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = FrozenTarget(micro_target, (1, 2), "float32", "sdpa", "cpu")
+
+    def refuse(*_: Any) -> Any:
+        raise ValueError("positions must\nascend")
+
+    monkeypatch.setattr(target, "_tapped", refuse)
+    with pytest.raises(ConfigError, match=REFUSED) as caught:
+        target.check_packing("my/model")
+    assert "it cannot be given positions (positions must ascend)" in str(caught.value)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dflash_core.bucketing.batch_cost import CostModel
-from dflash_core.bucketing.lengths import FloatArray, Histogram, IntArray, check_lengths, count_lengths
+from dflash_core.bucketing.lengths import LARGEST, FloatArray, Histogram, IntArray, check_lengths, count_lengths
 from dflash_core.bucketing.limits import Limits
 from dflash_core.errors import ConfigError
 
@@ -109,6 +109,8 @@ def validate_boundaries(edges: Sequence[int], lengths: ArrayLike) -> tuple[int, 
     for edge in edges:
         if isinstance(edge, bool) or not isinstance(edge, int | np.integer) or edge < 1:
             raise ConfigError(f"{key}: {edge!r} is not a positive whole number of tokens")
+        if edge > LARGEST:
+            raise ConfigError(f"{key}: {edge} is above {LARGEST}")
     checked = tuple(int(edge) for edge in edges)
     for lower, upper in pairwise(checked):
         if lower >= upper:

@@ -8,6 +8,9 @@ import numpy as np
 
 from dflash_core.bucketing.lengths import IntArray
 
+# Cells whose number fits below the cost of a whole epoch in 64 bits (`limits.MOST_COST`).
+MOST_CELLS = 2**10 - 1
+
 
 def assign_cells(cost: IntArray, batches_per_step: int, num_cells: int) -> IntArray:
     """Cell of every batch, in training order.

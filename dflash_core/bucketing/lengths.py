@@ -12,6 +12,9 @@ from dflash_core.errors import DataError
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
+# Most tokens of a sequence, and greatest number that a setting may be: what is computed with them fits into 64 bits.
+LARGEST = 2**32
+
 
 class Histogram(NamedTuple):
     """Distinct lengths in tokens, ascending, and the sequences of each; both arrays have one entry per length."""
@@ -28,7 +31,8 @@ def check_lengths(lengths: ArrayLike) -> IntArray:
     """`lengths` as a one-dimensional int64 array.
 
     Raises:
-        DataError: there are no sequences, lengths are not whole numbers, or a sequence is empty (its index is named).
+        DataError: there are no sequences, lengths are not whole numbers, or a sequence is empty or longer than `LARGEST` (its
+            index is named).
     """
     array = np.asarray(lengths)
     if array.ndim != 1:
@@ -37,6 +41,9 @@ def check_lengths(lengths: ArrayLike) -> IntArray:
         raise DataError("there are no sequences to put into buckets")
     if array.dtype.kind not in "iu":
         raise DataError(f"sequence lengths must be whole numbers, not {array.dtype}")
+    longest = int(array.argmax())
+    if int(array[longest]) > LARGEST:  # before the type changes: not every unsigned number fits into int64
+        raise DataError(f"sequence {longest} has length {array[longest]}; no sequence may have more than {LARGEST} tokens")
     checked = array.astype(np.int64)
     shortest = int(checked.argmin())
     if checked[shortest] < 1:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_core.bucketing.lengths import IntArray
+from dflash_core.bucketing.lengths import LARGEST, IntArray
 from dflash_core.errors import ConfigError, DataError
+
+# Most that all batches of an epoch may cost: sums of costs stay exact, also as floats and with a cell's number below them.
+MOST_COST = 2**52
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +37,25 @@ class Limits:
         for key, value in (("max_sequences", self.max_sequences), ("quadratic_length", self.quadratic_length)):
             if value is not None and value < 1:
                 raise ConfigError(f"bucketing.{key}: {value} is below 1")
+        for key in ("token_budget", "max_sequences", "quadratic_length"):
+            if (getattr(self, key) or 0) > LARGEST:
+                raise ConfigError(f"bucketing.{key}: {getattr(self, key)} is above {LARGEST}")
 
     def check(self, lengths: IntArray) -> None:
-        """Raise `DataError`, naming the longest sequence, unless every sequence fits a batch of its own."""
+        """Raise `DataError`, naming the longest sequence, unless every sequence fits a batch of its own.
+
+        Costs that cannot be counted in 64 bits are refused, too: enormous lengths, or a tiny `quadratic_length`.
+        """
         longest = int(lengths.argmax())
         if lengths[longest] > self.token_budget:
             raise DataError(
                 f"sequence {longest} has {lengths[longest]} tokens, more than bucketing.token_budget = {self.token_budget}"
             )
+        length = int(lengths[longest])
+        dearest = length if self.quadratic_length is None else length - (-length * length) // self.quadratic_length
+        if len(lengths) * dearest > MOST_COST:
+            because = "" if self.quadratic_length is None else f" with bucketing.quadratic_length = {self.quadratic_length}"
+            raise DataError(f"{len(lengths)} sequences of up to {length} tokens cost more{because} than can be counted")
 
     def cost_of(self, lengths: IntArray) -> IntArray:
         """Modelled cost of one sequence, in tokens: L + L^2 / quadratic_length, rounded up.

@@ -21,10 +21,10 @@ from numpy.typing import ArrayLike
 
 from dflash_core.bucketing import orders
 from dflash_core.bucketing.boundaries import validate_boundaries
-from dflash_core.bucketing.cells import assign_cells
+from dflash_core.bucketing.cells import MOST_CELLS, assign_cells
 from dflash_core.bucketing.diverse import diverse
 from dflash_core.bucketing.forming import Formed, form_padded
-from dflash_core.bucketing.lengths import FloatArray, IntArray, bucket_of, check_lengths
+from dflash_core.bucketing.lengths import LARGEST, FloatArray, IntArray, bucket_of, check_lengths
 from dflash_core.bucketing.limits import Limits
 from dflash_core.bucketing.packing import form_packed
 from dflash_core.config import Order, Strategy
@@ -62,6 +62,12 @@ class PlanSettings:
         for key, (value, least) in lowest.items():
             if value < least:
                 raise ConfigError(f"{key}: {value} is below {least}")
+        for key, value, most in (
+            ("bucketing.batches_per_step", self.batches_per_step, LARGEST),
+            ("topology.cells", self.num_cells, MOST_CELLS),
+        ):
+            if value > most:
+                raise ConfigError(f"{key}: {value} is above {most}")
         for key, word, known in (("order", self.order, get_args(Order)), ("strategy", self.strategy, get_args(Strategy))):
             if word not in known:
                 raise ConfigError(f"bucketing.{key}: {word!r} is none of {', '.join(known)}")

@@ -227,6 +227,9 @@ def _build(job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor:
         first_target.check_packing(job.target.path)
     trainer = _make_trainer(job, group, devices.draft, first_target, plan.num_steps)
     first_step = _resume(job, trainer)
+    fingerprint = plan.epoch_plan(0).fingerprint()
+    planned = {"plan": fingerprint, "num_steps": plan.num_steps, "newest checkpoint": first_step}
+    group.check_agreement({**job.identity, **planned}, devices.draft)
     collator = Collator(
         dataset,
         seed=job.train.seed,
@@ -240,7 +243,7 @@ def _build(job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor:
     first_position = plan.first_position(group.rank, first_step)
     ready: ReorderBuffer[Ready] = ReorderBuffer("ready buffer", first_position, supervisor, job.prefetch.stall_timeout_s)
     if group.is_first:
-        fingerprints = {"plan": plan.epoch_plan(0).fingerprint(), "config": digest_json(job.identity)}
+        fingerprints = {"plan": fingerprint, "config": digest_json(job.identity)}
         fingerprints |= {key: job.identity[key] for key in ("dataset", "tokenizer", "target_weights")}
         write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
     sink = _open_sinks(job, group, attempt, plan.num_steps)  # last of what can fail: from here on somebody closes it

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from dflash_core.errors import CellLostError
+from dflash_core.errors import CellLostError, TrainingError
+from dflash_core.provenance import digest_json
 
 
 class CellGroup:
@@ -54,6 +56,28 @@ class CellGroup:
             parameter.grad = flat[offset : offset + count].view_as(parameter).clone()
             offset += count
         return flat[offset:]
+
+    def check_agreement(self, facts: dict[str, Any], device: str) -> None:
+        """Make sure that all cells would do the same: each comes with its own `facts`, under the same keys.
+
+        Every cell plans for itself. Cells on several nodes may see another dataset or other checkpoints; then sequences
+        would be trained twice or never, and cells with another number of steps would wait for ever.
+
+        Raises:
+            TrainingError: the cells differ in some fact; the keys are named.
+        """
+        if self.size == 1:
+            return
+        digests = torch.tensor([int(digest_json(value)[:15], 16) for value in facts.values()], device=device)
+        both = torch.cat([digests, -digests])
+        try:
+            distributed.all_reduce(both, op=distributed.ReduceOp.MAX)
+            most, least = both.cpu().chunk(2)
+        except RuntimeError as error:
+            raise CellLostError(f"cell {self.rank}: another cell ended; its own error says why") from error
+        different = [key for key, high, low in zip(facts, most.tolist(), (-least).tolist(), strict=True) if high != low]
+        if different:
+            raise TrainingError(f"the cells of this run differ in {', '.join(different)}; every node needs the same files")
 
     def wait_for_all(self) -> None:
         if self.size > 1:
