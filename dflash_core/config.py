@@ -89,7 +89,7 @@ class BucketingConfig(Config):
         None, description="Length at which attention costs as much as all else; makes long sequences count for more"
     )
     sort_window: NonNegativeInt = Field(
-        0, description="Batches whose sequences are drawn at random and then sorted by length; 0: no sorting inside a bucket"
+        0, description="Batches whose sequences are drawn at random and then sorted by length; 0: no sorting (padded only)"
     )
     pack_window: PositiveInt = Field(
         128, description="Rows whose sequences are drawn at random and then fitted together (packed)"

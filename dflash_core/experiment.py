@@ -140,17 +140,18 @@ def train_command(run_dir: Path) -> list[str]:
 
 
 def _job(config: ExperimentConfig, run_dir: Path) -> TrainingJob:
-    from dflash_core.data import Dataset
     from dflash_core.training.job import TrainingJob
 
-    dataset = Dataset.open(dataset_folder(config))
-    run = RunFolder(run_dir)
+    run, identity = RunFolder(run_dir), _identity(config)
+    saved = run.read_manifest().get("identity") or identity
+    if saved["dataset"] == identity["dataset"]:  # chosen once, when the run was made: all cells and attempts use the same
+        identity["edges"] = saved["edges"]
     shown = config.model_dump(mode="json")
     return TrainingJob(
         run=run,
         run_id=run.read_manifest()["run_id"],
         dataset=dataset_folder(config),
-        edges=edges(config, dataset.lengths),
+        edges=tuple(identity["edges"]),
         target_folder=target_folder(config),
         target=config.target,
         spec=draft_spec(config),
@@ -159,7 +160,7 @@ def _job(config: ExperimentConfig, run_dir: Path) -> TrainingJob:
         topology=config.topology,
         prefetch=config.prefetch,
         metrics=config.metrics,
-        identity=_identity(config),
+        identity=identity,
         shown_config=shown,
     )
 

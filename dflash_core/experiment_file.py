@@ -56,6 +56,8 @@ class ExperimentConfig(Config):
             raise ValueError("bucketing.batches_per_step: fewer batches than cells; some cells would never train")
         if self.data.max_length > self.bucketing.token_budget:
             raise ValueError("bucketing.token_budget: smaller than data.max_length; the longest sequence fits no batch")
+        if self.bucketing.strategy == "packed" and self.bucketing.sort_window:
+            raise ValueError("bucketing.sort_window: packed rows are not sorted; bucketing.pack_window is their window")
         return self
 
     def variants(self) -> list[tuple[str, ExperimentConfig]]:

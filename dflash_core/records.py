@@ -19,6 +19,7 @@ class PlannedBatch:
         samples: indices of its sequences in the dataset.
         ends_step: True on the cell's last batch of the step.
         packed: the sequences stand one after the other in a single row, instead of one to a row with padding.
+        cost: modelled cost by which cells are balanced, in tokens.
     """
 
     seq_no: int
@@ -30,6 +31,7 @@ class PlannedBatch:
     samples: tuple[int, ...]
     ends_step: bool
     packed: bool = False
+    cost: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.random import Generator
 
 from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.runs import Run
-from dflash_core.bucketing import order_statistics, run_lengths, shortest_possible_longest_run
+from dflash_core.bucketing import OrderLevels, order_levels, order_statistics, run_lengths, shortest_possible_longest_run
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -82,8 +83,12 @@ def order_summary(run: Run, rng: Generator) -> dict[str, Any]:
     `longest_run` is that of all batches in their order. An epoch is planned on its own, and where two meet, runs can join;
     so what is held against a bound is `longest_run_in_epoch`, that of the worst epoch. `shortest_possible_longest_run` is its
     bound: the greatest R* of an epoch's bucket counts. `shuffled_*` is what `longest_run_in_epoch` becomes when each epoch
-    is shuffled at random. Meaning of the other columns: `bucketing.OrderStatistics`.
+    is shuffled at random. Epochs of packed or sorted batches differ a little in their counts, so `prefix_deviation` is that
+    of the worst epoch, too. `step_quota_deviation` and `cell_cost_spread` are the worst epoch's, `mean_buckets_per_step` and
+    `step_efficiency` means over epochs. Meaning of the columns: `bucketing.OrderStatistics`, `bucketing.StepStatistics`.
     """
+    levels = order_levels_by_epoch(run)
+    steps = [epoch.steps for epoch in levels]
     bucket = run.buckets()
     epochs = np.split(bucket, np.flatnonzero(np.diff(numbers(run.batches, "epoch", missing=0))) + 1)
     found = order_statistics(
@@ -98,12 +103,51 @@ def order_summary(run: Run, rng: Generator) -> dict[str, Any]:
     bounds = [shortest_possible_longest_run(np.bincount(epoch, minlength=run.num_buckets)) for epoch in epochs]
     return {
         **{key: value for key, value in found.items() if key != "num_batches"},
+        "prefix_deviation": _largest([epoch.flat.prefix_deviation for epoch in levels]),
+        "step_quota_deviation": _largest([epoch.quota_deviation for epoch in steps]),
+        "cell_cost_spread": _largest([epoch.cell_cost_spread for epoch in steps]),
+        "mean_buckets_per_step": _mean([epoch.mean_buckets_per_step for epoch in steps]),
+        "step_efficiency": _mean([epoch.step_efficiency for epoch in steps]),
         "longest_run_in_epoch": max(int(run_lengths(epoch)[1].max()) for epoch in epochs),
         "shortest_possible_longest_run": max(bounds),
         "shuffled_longest_run_median": float(np.median(shuffled)),
         "shuffled_longest_run_p05": float(np.quantile(shuffled, 0.05)),
         "shuffled_longest_run_p95": float(np.quantile(shuffled, 0.95)),
     }
+
+
+def order_levels_by_epoch(run: Run) -> list[OrderLevels]:
+    """The statistics of each epoch's consumed batches at three levels, as `bucketing.plan_levels` has them of a plan."""
+    table, bucket = run.batches, run.buckets()
+    padded, cost = numbers(table, "num_padded_tokens", missing=0), numbers(table, "cost")
+    whole = {
+        "step": numbers(table, "step").astype(np.int64),
+        "cell": numbers(table, "cell", missing=0).astype(np.int64),
+        "mean_length": numbers(table, "mean_seq_len", missing=0),
+        "num_sequences": numbers(table, "num_sequences", missing=0).astype(np.int64),
+        "num_tokens": numbers(table, "num_tokens", missing=0).astype(np.int64),
+        "num_padded_tokens": padded.astype(np.int64),
+        # Runs of earlier versions did not record it.
+        "cost": np.where(np.isnan(cost), padded, cost).astype(np.int64),
+    }
+    num_cells = int(whole["cell"].max(initial=0)) + 1
+    borders = np.flatnonzero(np.diff(numbers(table, "epoch", missing=0))) + 1
+    parts = [slice(start, end) for start, end in pairwise([0, *borders.tolist(), len(bucket)])]
+    return [
+        order_levels(
+            bucket[part], num_buckets=run.num_buckets, num_cells=num_cells, **{key: array[part] for key, array in whole.items()}
+        )
+        for part in parts
+    ]
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def shuffled_longest_runs(epochs: Sequence[IntArray], rng: Generator) -> IntArray:

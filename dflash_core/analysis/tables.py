@@ -39,8 +39,9 @@ STREAMS: dict[str, pa.Schema] = {
     ),
     "batches": _schema(
         run_id=_text, attempt=_int, seq_no=_int, step=_int, epoch=_int, time=_time, cell=_int, target=_int, bucket=_int,
-        num_sequences=_int, mean_seq_len=_float, max_seq_len=_int, num_tokens=_int, num_padded_tokens=_int, num_anchors=_int,
-        num_supervised=_int, loss_sum=_float, weight_sum=_float, load_s=_float, queued_s=_float, target_forward_s=_float,
+        num_sequences=_int, mean_seq_len=_float, max_seq_len=_int, num_tokens=_int, num_padded_tokens=_int, cost=_int,
+        num_anchors=_int, num_supervised=_int, loss_sum=_float, weight_sum=_float, load_s=_float, queued_s=_float,
+        target_forward_s=_float,
     ),
     "evals": _schema(
         run_id=_text, attempt=_int, step=_int, time=_time, kind=_text, source=_text, position=_int, metric=_text, value=_float,
@@ -60,6 +61,7 @@ TABLES: dict[str, pa.Schema] = {
         longest_run=_int, longest_run_in_epoch=_int, shortest_possible_longest_run=_int, shuffled_longest_run_median=_float,
         shuffled_longest_run_p05=_float, shuffled_longest_run_p95=_float, mean_run=_float, runs_z=_float,
         lag1_correlation=_float, prefix_deviation=_float, step_share_sd=_float, padding_efficiency=_float,
+        step_quota_deviation=_float, mean_buckets_per_step=_float, cell_cost_spread=_float, step_efficiency=_float,
         grad_norm_median=_float, grad_norm_p95=_float, tokens_per_s=_float, anchors_per_s=_float, data_wait_share=_float,
         target_wait_share=_float, draft_share=_float, train_s=_float, created=_time, finished=_time, dataset=_text,
         dataset_fingerprint=_text, target=_text, git_commit=_text, checkpoint=_text,

@@ -229,6 +229,7 @@ def batch_rows(totals: StepTotals) -> list[dict[str, Any]]:
                 "max_seq_len": shape.max_seq_len,
                 "num_tokens": shape.num_tokens,
                 "num_padded_tokens": shape.num_padded_tokens,
+                "cost": planned.cost,
                 "num_anchors": shape.num_anchors,
                 "num_supervised": shape.num_supervised,
                 "loss_sum": float(loss),

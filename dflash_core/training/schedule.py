@@ -109,7 +109,8 @@ class RunPlan:
                 i, step = int(mine[n]), int(steps[n])
                 last = n + 1 == len(mine) or steps[n + 1] != step
                 samples = tuple(plan.samples(i).tolist())
-                yield PlannedBatch(first_batch + i, position, epoch, step, cell, int(plan.bucket[i]), samples, last, packed)
+                bucket, cost = int(plan.bucket[i]), int(plan.cost[i])
+                yield PlannedBatch(first_batch + i, position, epoch, step, cell, bucket, samples, last, packed, cost)
                 position += 1
 
     def first_position(self, cell: int, from_step: int) -> int:
