@@ -260,6 +260,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="threads of bare, processes of ours")
     parser.add_argument("--megabytes", type=float, default=32, help="text of the larger corpora")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="the cases whose name has this in it")
     parser.add_argument("--workspace", type=Path, default=ROOT / "workspace", help="where a converted target is kept")
     parser.add_argument("--quick", action="store_true", help="a tenth of the text, one round: a look, not a measurement")
     parser.add_argument("--render", action="store_true", help=argparse.SUPPRESS)
@@ -276,7 +277,8 @@ def main() -> None:
     print(f"load {load:.1f}" + (" (busy: times are noisy)" if load > 0.5 else ""))
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(Path(folder), given.megabytes / 10 if given.quick else given.megabytes, given.workspace):
-            show(case, given.cores, 1 if given.quick else given.rounds)
+            if given.only in case.name:
+                show(case, given.cores, 1 if given.quick else given.rounds)
 
 
 if __name__ == "__main__":

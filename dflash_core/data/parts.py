@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -153,12 +154,12 @@ class Batch:
         self.sample_ids = batch.column("sample_id")
         self.sources = batch.column("source")
         self.truncated = batch.column("truncated")
-        self.lengths: NDArray[np.int32] = batch.column("length").to_numpy()
-        self.num_supervised: NDArray[np.int32] = batch.column("num_supervised").to_numpy()
-        self.rows: NDArray[np.int64] = batch.column("row").to_numpy()
+        self.lengths: NDArray[np.int32] = _numbers(batch.column("length"), np.int32)
+        self.num_supervised: NDArray[np.int32] = _numbers(batch.column("num_supervised"), np.int32)
+        self.rows: NDArray[np.int64] = _numbers(batch.column("row"), np.int64)
         self._digests, self._id_digests = batch.column("digest"), batch.column("id_digest")
-        self._offsets = ids.offsets.to_numpy()
-        self._ids = ids.values.to_numpy()
+        self._offsets = _numbers(ids.offsets, np.int32)
+        self._ids = _numbers(ids.values, np.int32)
         # Arrow packs booleans eight to a byte, lowest bit first; numpy cannot view that.
         self._bits = np.frombuffer(masks.values.buffers()[1], dtype=np.uint8)
         self._first_bit = masks.values.offset
@@ -182,6 +183,11 @@ class Batch:
         first, last = start + self._first_bit, end + self._first_bit
         bits = np.unpackbits(self._bits[first >> 3 : (last + 7) >> 3], bitorder="little")
         return self._ids[start:end], bits[first & 7 : (first & 7) + end - start].view(np.bool_)
+
+
+def _numbers(column: pa.Array, kind: type[np.integer]) -> NDArray[Any]:
+    """A column without nulls as a view. Arrow's own conversion would import pandas, which takes a third of a second."""
+    return np.frombuffer(column.buffers()[1], dtype=kind)[column.offset : column.offset + len(column)]
 
 
 def _fixed_bytes(column: pa.FixedSizeBinaryArray) -> NDArray[np.uint8]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Rows of a chunk, in bytes. Small files get small chunks, so that all processes have work to the end.
-MOST_CHUNK_BYTES, FEWEST_CHUNK_BYTES, CHUNKS_PER_FILE = 8 * 2**20, 2**20, 32
+MOST_CHUNK_BYTES, FEWEST_CHUNK_BYTES, CHUNKS_PER_FILE = 8 * 2**20, 2**20, 64
 
 
 def chunk_bytes(file_bytes: int | None) -> int:
