@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dflash_core.data import PrepareProgress
+from dflash_core.data import PrepareProgress, expand_files, files
 from dflash_core.data import progress as progress_module
 from dflash_core.data.pool import OrderedWork, default_num_workers
 from dflash_core.data.sources import RawChunk
@@ -218,3 +218,18 @@ def test_results_come_in_order_and_little_work_starts_no_process(
 
 def test_the_default_is_one_process_for_each_core_that_may_be_used() -> None:
     assert default_num_workers() == len(os.sched_getaffinity(0))
+
+
+def test_small_files_get_small_chunks_and_other_chunks_are_other_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [files.chunk_bytes(size) for size in (0, 2**20, 2**27, 2**28, 2**40)]
+    assert sizes == [2**20, 2**20, 2**21, 2**22, 2**23] and files.chunk_bytes(None) == 2**23
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(b"{}\n" * 2**20)
+
+    def key() -> str:
+        return files.take_files(expand_files([str(corpus)]), {})[0][0].key
+
+    before = key()
+    assert key() == before
+    monkeypatch.setattr(files, "FEWEST_CHUNK_BYTES", 2**19)
+    assert key() != before, "a part of another size must not be taken for one of this"

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 KEY_DIGITS = 20
 ID_PREFIX_DIGITS = 12
 
+# Rows of a chunk, in bytes. Small files get small chunks, so that all processes have work to the end.
+MOST_CHUNK_BYTES, FEWEST_CHUNK_BYTES, CHUNKS_PER_FILE = 8 * 2**20, 2**20, 64
+
 Stamp = tuple[int, int, int]
 
 
@@ -52,6 +55,10 @@ class TakenFile:
         kind, _, value = self.identity.partition(":")
         return (value if kind == "sha256" else digest_bytes(self.identity.encode()))[:ID_PREFIX_DIGITS]
 
+    @property
+    def chunk_bytes(self) -> int:
+        return chunk_bytes(self.num_bytes)
+
     def part(self, number: int) -> str:
         return f"part-{self.key}-{number:05d}"
 
@@ -66,6 +73,13 @@ class TakenFile:
             changed = thoroughly and content_identity(self.file) != self.identity
         if changed:
             raise FileChangedError(self)
+
+
+def chunk_bytes(file_bytes: int | None) -> int:
+    """Bytes of rows in one chunk of a file of so many bytes (None: not known)."""
+    if file_bytes is None:
+        return MOST_CHUNK_BYTES
+    return min(MOST_CHUNK_BYTES, max(FEWEST_CHUNK_BYTES, file_bytes // CHUNKS_PER_FILE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +111,7 @@ def take_files(files: Sequence[SourceFile], settings: dict[str, Any]) -> tuple[l
             repeated.append(RepeatedFile(file.url, taken[identity].url))
             logger.warning("%s: left out, its content is that of %s", file.url, taken[identity].url)
             continue
-        how = {"format": file.format, "compression": file.compression, "source": file.stem}
+        how = {"format": file.format, "compression": file.compression, "source": file.stem, "chunk_bytes": chunk_bytes(size)}
         key = digest_json({**settings, **how, "identity": identity})[:KEY_DIGITS]
         taken[identity] = TakenFile(file, identity, key, stamp, size)
     return list(taken.values()), repeated

@@ -24,16 +24,6 @@ from dflash_core.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Rows of a chunk, in bytes. Small files get small chunks, so that all processes have work to the end.
-MOST_CHUNK_BYTES, FEWEST_CHUNK_BYTES, CHUNKS_PER_FILE = 8 * 2**20, 2**20, 64
-
-
-def chunk_bytes(file_bytes: int | None) -> int:
-    """Bytes of rows in one chunk of a file of so many bytes (None: not known)."""
-    if file_bytes is None:
-        return MOST_CHUNK_BYTES
-    return min(MOST_CHUNK_BYTES, max(FEWEST_CHUNK_BYTES, file_bytes // CHUNKS_PER_FILE))
-
 
 @dataclass(frozen=True, slots=True)
 class _Label:
@@ -85,7 +75,7 @@ class TokenizeJob:
             work.add(_Label(file, num_parts=len(done), reused=True))
             return
         num_parts = 0
-        for num_parts, chunk in enumerate(read_chunks(file.file, self._shard_sequences, chunk_bytes(file.num_bytes)), start=1):
+        for num_parts, chunk in enumerate(read_chunks(file.file, self._shard_sequences, file.chunk_bytes), start=1):
             # A chunk that was read from a changed file must not become a part under the key of the old content.
             file.check_unchanged()
             while work.full():
