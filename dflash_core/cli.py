@@ -116,8 +116,7 @@ def train(
     cell = os.environ.get("RANK")
     if cell is None and config.topology.cells > 1:
         raise ConfigError(
-            f"{experiment}: topology.cells is {config.topology.cells}; start it with python -m flows.train, or with"
-            f" torchrun --nproc-per-node {config.topology.cells} -m dflash_core train {experiment} --run-dir DIR"
+            f"{experiment}: topology.cells is {config.topology.cells}; start them with python -m flows.train {experiment}"
         )
     if cell is None:
         with prepare_progress() as progress:

@@ -20,12 +20,12 @@ from dflash_core.analysis import read_rows, reader
 from dflash_core.analysis.order import MIXED, leaning_bucket, run_length_rows, shuffled_longest_runs
 from dflash_core.analysis.reader import last_attempts, matrix, numbers, read_stream
 from dflash_core.analysis.run_tables import bucket_rows, grad_norm_rows, run_row, timestamp
-from dflash_core.analysis.runs import Run, load_run
+from dflash_core.analysis.runs import Run, load_run, load_runs
 from dflash_core.analysis.series import block_bootstrap, block_length, detrended, running_median, spikes
 from dflash_core.analysis.tables import TABLES, table_of
 from dflash_core.bucketing import shortest_possible_longest_run
 from dflash_core.errors import DataError, UserError
-from tests.fake_runs import FakeRun, write_jsonl, write_run
+from tests.fake_runs import FakeRun, write_dataset, write_jsonl, write_run
 
 
 def made(folder: Path, **planted: Any) -> Run:
@@ -397,3 +397,10 @@ def test_spikes_against_a_falling_norm() -> None:
     constant[20] = 1.0005
     assert not spikes(constant, 6.0)[0].any()
     assert not spikes(np.full(4, np.nan), 6.0)[0].any()
+
+
+def test_runs_of_one_name_are_told_apart_by_their_ids(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "dataset")
+    folders = [write_run(tmp_path / f"{n}", FakeRun(name=name, num_steps=20), dataset) for n, name in enumerate("aab")]
+    found = load_runs(folders)
+    assert [run.name for run in found] == [found[0].run_id, found[1].run_id, "b"] and found[0].run_id != found[1].run_id

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from dflash_core.bucketing import plan_epoch, plan_levels
@@ -56,6 +56,36 @@ def test_dearest_batches_go_first_to_the_least_loaded_cell() -> None:
     assert (cell == cell[3]).tolist() == [True, False, False, True, True, True, False, False]
     # A step of one batch goes to the cell with less.
     assert assign_cells(np.array([5, 3, 1]), 2, 2).tolist() == [0, 1, 1]
+
+
+@given(
+    lengths=st.builds(
+        lambda seed, middle, spread: np.clip(np.random.default_rng(seed).lognormal(middle, spread, 9_000), 4, 1600).astype(int),
+        st.integers(0, 2**32),
+        st.floats(3.5, 6.0),
+        st.floats(0.2, 1.5),
+    ),
+    how=st.sampled_from([{}, {"sort_window": 16}, {"strategy": "packed"}, {"quadratic_length": 700}]),
+    num_cells=st.integers(2, 8),
+    each=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_cost_of_an_epoch_is_shared_within_a_hundredth(
+    lengths: Any, how: dict[str, Any], num_cells: int, each: int, seed: int
+) -> None:
+    plan = plan_epoch(
+        lengths,
+        [75, 150, 300, 600, 1600],
+        token_budget=1600,
+        batches_per_step=num_cells * each,
+        num_cells=num_cells,
+        seed=seed,
+        **how,
+    )
+    steps = plan_levels(plan).steps
+    assume(steps.num_steps >= 60)  # fewer batches cannot even out what a single one costs
+    assert steps.cell_cost_spread is not None and steps.cell_cost_spread < 0.01
 
 
 @pytest.mark.parametrize("how", [{}, {"sort_window": 16}, {"strategy": "packed"}, {"quadratic_length": 700}])

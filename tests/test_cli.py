@@ -108,7 +108,7 @@ def test_prepare_draws_shows_and_tells_what_is_left_out(
     assert "supervised" in err and "\u2588" in err, "buckets are drawn beside the result"
     code, out, err = dflash(monkeypatch, capsys, "plan", micro_experiment)
     plan = json.loads(out)
-    assert "modelled cost" in err
+    assert "modelled cost" in err and "longest bucket run (shortest possible)" in err
     assert code == 0 and [row["num_buckets"] for row in plan["num_buckets_compared"]] == list(range(1, 17))
     assert plan["orders"]["diverse"]["longest_run"] == plan["orders"]["diverse"]["shortest_possible_longest_run"]
     assert plan["orders"]["diverse"]["steps"]["num_steps"] == plan["num_steps"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,9 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
         if run.run_id in runs:
             raise UserError(f"{folder}: run {run.run_id} is already given as {runs[run.run_id].folder}")
         runs[run.run_id] = run
-    return list(runs.values())
+    times = Counter(run.name for run in runs.values())
+    # Runs of one name, such as the same variant with other overrides, are told apart by their folders.
+    return [replace(run, name=run.run_id) if times[run.name] > 1 else run for run in runs.values()]
 
 
 def incomparable(runs: Sequence[Run]) -> list[str]:
