@@ -113,8 +113,8 @@ def describe_bucket_choice(plan: Mapping[str, Any]) -> list[str]:
     rows = plan["num_buckets_compared"]
     lines = [
         "",
-        "Random batches in 1 to 16 buckets, as modelled. The cost is padded tokens and 0.2 of a budget for each batch, as a share of",
-        "one bucket's, which pads little only because its batches are many and small. Sorted and packed batches pad less.",
+        "Random batches in 1 to 16 buckets, as modelled. The cost is padded tokens and 0.2 of a budget for each batch, as a",
+        "share of one bucket's, which pads little only because its batches are many and small. Sorted and packed ones pad less.",
         "buckets  modelled cost  padding efficiency  budget fill  batches",
     ]
     for row in rows:
