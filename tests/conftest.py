@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import settings
 
 # Before anything imports torch: two arithmetic threads for models this small only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A shell that starts pytest in the background lets it, and all its children, ignore SIGINT; tests that send it would hang.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples every time where a change is judged; new ones, and so new finds, on every run elsewhere.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TINY_TARGET = REPOSITORY / "data" / "tiny_target"

@@ -60,9 +60,9 @@ def test_dearest_batches_go_first_to_the_least_loaded_cell() -> None:
 
 @given(
     lengths=st.builds(
-        lambda seed, middle, spread: np.clip(np.random.default_rng(seed).lognormal(middle, spread, 9_000), 4, 1600).astype(int),
+        lambda seed, middle, spread: np.clip(np.random.default_rng(seed).lognormal(middle, spread, 20_000), 4, 1600).astype(int),
         st.integers(0, 2**32),
-        st.floats(3.5, 6.0),
+        st.floats(4.5, 6.0),
         st.floats(0.2, 1.5),
     ),
     how=st.sampled_from([{}, {"sort_window": 16}, {"strategy": "packed"}, {"quadratic_length": 700}]),
@@ -70,7 +70,7 @@ def test_dearest_batches_go_first_to_the_least_loaded_cell() -> None:
     each=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_cost_of_an_epoch_is_shared_within_a_hundredth(
     lengths: Any, how: dict[str, Any], num_cells: int, each: int, seed: int
 ) -> None:
@@ -83,9 +83,11 @@ def test_the_cost_of_an_epoch_is_shared_within_a_hundredth(
         seed=seed,
         **how,
     )
-    steps = plan_levels(plan).steps
-    assume(steps.num_steps >= 60)  # fewer batches cannot even out what a single one costs
-    assert steps.cell_cost_spread is not None and steps.cell_cost_spread < 0.01
+    spread, dearest = plan_levels(plan).steps.cell_cost_spread, int(plan.cost.max())
+    share = int(plan.cost.sum()) / num_cells
+    assert spread is not None and spread * share <= dearest, "a last step that is not full leaves no more than a batch"
+    assume(share >= 100 * dearest)  # in a shorter epoch that one batch may be more than a hundredth
+    assert spread < 0.01
 
 
 @pytest.mark.parametrize("how", [{}, {"sort_window": 16}, {"strategy": "packed"}, {"quadratic_length": 700}])
