@@ -56,7 +56,7 @@ import sys
 from dflash_core import experiment as root
 from dflash_core.errors import TrainingError
 run_dir, rank = sys.argv[1:]
-config = root.load_experiment(run_dir + "/config.yaml", ["bucketing.boundaries=[100, 256]"] if rank == "1" else [])
+config = root.load_experiment(run_dir + "/config.yaml", ["train.seed=1"] if rank == "1" else [])
 try:
     root.train_run(config, run_dir)
 except TrainingError as error:
@@ -86,7 +86,7 @@ def test_a_run_whose_cells_plan_differently_trains_no_step(micro_experiment: Pat
         for cell in cells:
             cell.kill()
     for text in told:
-        assert "refused: the cells of this run differ in edges, bucketing.boundaries, plan" in text
+        assert "refused: the cells of this run differ in train.seed, plan" in text
     manifest = RunFolder(run_dir).read_manifest()
-    assert manifest["state"] == "failed" and "differ in edges" in manifest["error"]
+    assert manifest["state"] == "failed" and "differ in train.seed" in manifest["error"]
     assert not (run_dir / "metrics" / "steps.jsonl").exists()
