@@ -168,28 +168,17 @@ def plan(config: ExperimentConfig) -> dict[str, Any]:
     """
     import numpy as np
 
-    from dflash_core.bucketing import padding_efficiency_table, plan_epoch, plan_levels
+    from dflash_core.bucketing import padding_efficiency_table, plan_levels
     from dflash_core.data import Dataset
+    from dflash_core.training.schedule import plan_configured
 
     lengths = Dataset.open(dataset_folder(config)).lengths
     chosen, bucketing = edges(config, lengths), config.bucketing
     orders: dict[str, Any] = {}
     epoch: EpochPlan | None = None
     for order in ORDERS:
-        epoch = plan_epoch(
-            lengths,
-            chosen,
-            token_budget=bucketing.token_budget,
-            batches_per_step=bucketing.batches_per_step,
-            num_cells=config.topology.cells,
-            order=order,  # type: ignore[arg-type]
-            seed=config.train.seed,
-            strategy=bucketing.strategy,
-            max_sequences=bucketing.max_sequences,
-            quadratic_length=bucketing.quadratic_length,
-            sort_window=bucketing.sort_window,
-            pack_window=bucketing.pack_window,
-        )
+        in_order = bucketing.model_copy(update={"order": order})
+        epoch = plan_configured(lengths, chosen, in_order, num_cells=config.topology.cells, seed=config.train.seed)
         levels = plan_levels(epoch)
         orders[order] = levels.flat.as_dict() | {
             "steps": levels.steps.as_dict(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,8 @@ from dflash_core import experiment as root
 from dflash_core.data import Dataset
 from dflash_core.errors import ConfigError
 from dflash_core.model.target import FrozenTarget
-from dflash_core.training import loop as loop_module
 from dflash_core.training.run_folder import RunFolder
-from tests.test_training_run import assert_same_run, losses, rows, start, train
+from tests.test_training_run import assert_same_run, losses, rows, start, train, train_until_it_breaks
 
 PACKED = "bucketing.strategy=packed"
 
@@ -79,17 +77,7 @@ def test_a_packed_run_that_failed_midway_resumes_exactly(
 ) -> None:
     run_dir = start(micro_experiment, "broken", PACKED)
     config = root.load_experiment(run_dir / "config.yaml")
-    original = loop_module.DraftTrainer.end
-
-    def break_at_seven(self: Any, step: int, *rest: Any) -> Any:
-        if step == 7:
-            raise OSError("the disk is gone")
-        return original(self, step, *rest)
-
-    monkeypatch.setattr(loop_module.DraftTrainer, "end", break_at_seven)
-    with pytest.raises(OSError, match="disk is gone"):
-        root.train_run(config, run_dir)
-    monkeypatch.setattr(loop_module.DraftTrainer, "end", original)
+    train_until_it_breaks(run_dir, monkeypatch)
     root.train_run(config, run_dir)
     assert_same_run(packed, run_dir)
     assert [event["step"] for event in rows(run_dir, "events") if event["kind"] == "resume"] == [4]

@@ -235,11 +235,8 @@ def test_order_and_seed_do_change_it(micro_experiment: Path, reference: Path) ->
     assert losses(train(micro_experiment, "seeded", "train.seed=1")) != losses(reference)
 
 
-def test_a_run_that_failed_midway_resumes_exactly(
-    micro_experiment: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = start(micro_experiment, "broken")
-    config = root.load_experiment(run_dir / "config.yaml")
+def train_until_it_breaks(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train a run whose step 7 fails, and leave training whole again."""
     original = loop_module.DraftTrainer.end
 
     def break_at_seven(self: Any, step: int, *rest: Any) -> Any:
@@ -249,10 +246,18 @@ def test_a_run_that_failed_midway_resumes_exactly(
 
     monkeypatch.setattr(loop_module.DraftTrainer, "end", break_at_seven)
     with pytest.raises(OSError, match="disk is gone"):
-        root.train_run(config, run_dir)
+        root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
+    monkeypatch.setattr(loop_module.DraftTrainer, "end", original)
+
+
+def test_a_run_that_failed_midway_resumes_exactly(
+    micro_experiment: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = start(micro_experiment, "broken")
+    config = root.load_experiment(run_dir / "config.yaml")
+    train_until_it_breaks(run_dir, monkeypatch)
     manifest = RunFolder(run_dir).read_manifest()
     assert manifest["state"] == "failed" and "disk is gone" in manifest["error"]
-    monkeypatch.setattr(loop_module.DraftTrainer, "end", original)
     root.train_run(config, run_dir)
     assert_same_run(reference, run_dir)
     steps = [(row["attempt"], row["step"]) for row in rows(run_dir, "steps")]

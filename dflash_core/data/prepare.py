@@ -112,9 +112,15 @@ def _warn_of_rejects(folder: Path, manifest: dict[str, Any]) -> None:
     counts: dict[str, int] = manifest["num_rejected"]
     if counts:
         num_rows = sum(item["rows"] for item in manifest["source_files"])
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
         where = folder / REJECTS
-        logger.warning("%s: %d of %d rows are left out (%s); see %s", folder, sum(counts.values()), num_rows, reasons, where)
+        logger.warning(
+            "%s: %d of %d rows are left out (%s); see %s", folder, sum(counts.values()), num_rows, _by_count(counts), where
+        )
+
+
+def _by_count(counts: dict[str, int]) -> str:
+    """Reasons and how often each was met, the most frequent first."""
+    return ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
 
 
 class _Job:
@@ -185,8 +191,8 @@ class _Job:
         if merged.first_reject is None:
             return f"{files}: no rows"
         counts: dict[str, int] = merged.counts["num_rejected"]
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
-        text = f"{files}: no usable row; {sum(counts.values())} rejected ({reasons}), the first: {merged.first_reject}"
+        rejected = f"{sum(counts.values())} rejected ({_by_count(counts)})"
+        text = f"{files}: no usable row; {rejected}, the first: {merged.first_reject}"
         if merged.first_reject.reason == "template rewrites history" and self._config.rewritten_history != "reject":
             return text
         remedy = REMEDIES.get(merged.first_reject.reason)

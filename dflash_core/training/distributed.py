@@ -45,17 +45,21 @@ class CellGroup:
             return sums
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([*(g.flatten() for g in grads), sums])
-        try:
-            distributed.all_reduce(flat)
-            flat[-1].item()  # a GPU reports a lost peer only when it is waited for
-        except RuntimeError as error:
-            raise CellLostError(f"cell {self.rank}: another cell ended; its own error says why") from error
+        self._all_reduce(flat)
         offset = 0
         for parameter in parameters:
             count = parameter.numel()
             parameter.grad = flat[offset : offset + count].view_as(parameter).clone()
             offset += count
         return flat[offset:]
+
+    def _all_reduce(self, values: Tensor, **how: Any) -> None:
+        """Join `values` (1-D) of all cells in place; raises `CellLostError` if another cell is gone."""
+        try:
+            distributed.all_reduce(values, **how)
+            values[-1].item()  # a GPU reports a lost peer only when it is waited for
+        except RuntimeError as error:
+            raise CellLostError(f"cell {self.rank}: another cell ended; its own error says why") from error
 
     def check_agreement(self, facts: dict[str, Any], device: str) -> None:
         """Make sure that all cells would do the same: each comes with its own `facts`, under the same keys.
@@ -70,11 +74,8 @@ class CellGroup:
             return
         digests = torch.tensor([int(digest_json(value)[:15], 16) for value in facts.values()], device=device)
         both = torch.cat([digests, -digests])
-        try:
-            distributed.all_reduce(both, op=distributed.ReduceOp.MAX)
-            most, least = both.cpu().chunk(2)
-        except RuntimeError as error:
-            raise CellLostError(f"cell {self.rank}: another cell ended; its own error says why") from error
+        self._all_reduce(both, op=distributed.ReduceOp.MAX)
+        most, least = both.chunk(2)
         different = [key for key, high, low in zip(facts, most.tolist(), (-least).tolist(), strict=True) if high != low]
         if different:
             raise TrainingError(f"the cells of this run differ in {', '.join(different)}; every node needs the same files")

@@ -29,6 +29,33 @@ class StepOutline:
     max_seq_len: int
 
 
+def plan_configured(
+    lengths: NDArray[np.integer],
+    edges: tuple[int, ...],
+    bucketing: BucketingConfig,
+    *,
+    num_cells: int,
+    seed: int,
+    epoch: int = 0,
+) -> EpochPlan:
+    """`plan_epoch` with everything that the configuration says of batches and their order."""
+    return plan_epoch(
+        lengths,
+        edges,
+        token_budget=bucketing.token_budget,
+        batches_per_step=bucketing.batches_per_step,
+        num_cells=num_cells,
+        order=bucketing.order,
+        seed=seed,
+        epoch=epoch,
+        strategy=bucketing.strategy,
+        max_sequences=bucketing.max_sequences,
+        quadratic_length=bucketing.quadratic_length,
+        sort_window=bucketing.sort_window,
+        pack_window=bucketing.pack_window,
+    )
+
+
 class RunPlan:
     """All epochs of a run, planned one at a time and numbered through. Safe to read from several threads.
 
@@ -71,21 +98,8 @@ class RunPlan:
             return self._recent[epoch]
 
     def _make(self, epoch: int) -> EpochPlan:
-        bucketing = self._bucketing
-        plan = plan_epoch(
-            self._lengths,
-            self.edges,
-            token_budget=bucketing.token_budget,
-            batches_per_step=bucketing.batches_per_step,
-            num_cells=self._num_cells,
-            order=bucketing.order,
-            seed=self._train.seed,
-            epoch=epoch,
-            strategy=bucketing.strategy,
-            max_sequences=bucketing.max_sequences,
-            quadratic_length=bucketing.quadratic_length,
-            sort_window=bucketing.sort_window,
-            pack_window=bucketing.pack_window,
+        plan = plan_configured(
+            self._lengths, self.edges, self._bucketing, num_cells=self._num_cells, seed=self._train.seed, epoch=epoch
         )
         self._cell_batches[epoch] = np.bincount(plan.cell, minlength=self._num_cells)
         return plan
