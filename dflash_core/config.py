@@ -35,7 +35,12 @@ class TargetConfig(Config):
 
     path: str = Field(description="Hugging Face folder of the target, or package:NAME")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the frozen weights and features")
-    attn_implementation: Literal["sdpa", "eager"] = Field("sdpa", description="Attention implementation of the target")
+    feature_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Number format of the captured states; default: that of the target"
+    )
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="Attention implementation of the target; flash_attention_2 needs the package flash-attn"
+    )
     mask_token_id: NonNegativeInt | None = Field(
         None, description="Row of the target's embedding that stands for a masked slot; default: the tokenizer's mask token"
     )
@@ -123,7 +128,11 @@ class TrainConfig(Config):
     num_anchors: PositiveInt = Field(512, description="Most anchors drawn per sequence")
     loss_gamma: PositiveFloat | None = Field(None, description="Decay of the slot weights; default by block size")
     checkpoint_every: PositiveInt = Field(100, description="Optimizer steps between checkpoints")
-    keep_last: PositiveInt = Field(2, description="Checkpoints kept")
+    keep_last: PositiveInt = Field(2, description="Newest checkpoints kept")
+    keep_every: PositiveInt | None = Field(None, description="Checkpoints of steps divisible by this are kept for good, too")
+    keep_best: bool = Field(
+        False, description="The checkpoint with the highest expected acceptance length since the one before is kept, too"
+    )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Number format of the draft's arithmetic; weights stay fp32"
     )
@@ -136,8 +145,14 @@ class TopologyConfig(Config):
     cells: PositiveInt = Field(1, description="Processes; each is one drafter with its targets")
     targets_per_cell: PositiveInt = Field(1, description="Target loops of a cell")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Kind of device; auto takes GPUs where there are any")
+    devices: tuple[Annotated[str, Field(pattern=r"^cuda:\d+$")], ...] | None = Field(
+        None, description="GPUs of a node in the order in which cells take them, targets first; default: all, from cuda:0"
+    )
     colocated: bool = Field(False, description="Drafter and targets of a cell share one device")
     threads_per_device: PositiveInt = Field(1, description="Arithmetic threads of each CPU device")
+    max_restarts: NonNegativeInt = Field(
+        0, description="Times that all cells are started again after one has failed; they resume from the newest checkpoint"
+    )
 
 
 class PrefetchConfig(Config):
@@ -148,7 +163,9 @@ class PrefetchConfig(Config):
     queue_batches: PositiveInt = Field(8, description="Most batches in one target's queue")
     max_bytes: PositiveInt = Field(2 * 1024**3, description="Most bytes of loaded batches and features in flight per cell")
     stats_every_steps: PositiveInt = Field(10, description="Steps between two snapshots of the prefetcher in the metrics")
-    stall_timeout_s: PositiveFloat = Field(600.0, description="Time without progress after which the run stops")
+    stall_timeout_s: PositiveFloat = Field(
+        600.0, description="Time without progress after which the stacks of all threads are logged and the run stops"
+    )
 
 
 class MetricsConfig(Config):

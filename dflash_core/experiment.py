@@ -56,7 +56,7 @@ __all__ = [
 
 # What a resumed run may change: none of it reaches the weights except through rounding. `num_epochs` and `max_steps`
 # move the end of the learning-rate schedule, which is the one intended use of changing them.
-SAFE_TO_CHANGE = {"checkpoint_every", "keep_last", "max_skipped_in_a_row", "num_epochs", "max_steps"}
+SAFE_TO_CHANGE = {"checkpoint_every", "keep_last", "keep_every", "keep_best", "max_skipped_in_a_row", "num_epochs", "max_steps"}
 
 
 def _identity(config: ExperimentConfig) -> dict[str, Any]:
@@ -136,6 +136,7 @@ def train_command(run_dir: Path) -> list[str]:
     if config.topology.cells == 1:
         return [sys.executable, *train]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.topology.cells}"]
+    launcher.append(f"--max-restarts={config.topology.max_restarts}")
     return [*launcher, *train]
 
 

@@ -23,7 +23,7 @@ from dflash_core.model.anchors import slot_weights
 from dflash_core.model.draft import embed_blocks
 from dflash_core.model.loss import block_loss
 from dflash_core.records import PlannedBatch
-from dflash_core.training import cell as cell_module
+from dflash_core.training import assembly as assembly_module
 from dflash_core.training import loop as loop_module
 from dflash_core.training.checkpoint import check_checkpoint, newest_checkpoint, take_snapshot, write_checkpoint
 from dflash_core.training.collate import Collator
@@ -129,7 +129,7 @@ def test_a_step_is_the_weighted_mean_over_all_its_batches(micro_experiment: Path
         self.optimizer.step = lambda: None  # the weights stay, so that the same step can be computed again
         row = real(self, step, totals, stop)
         loss = weight = torch.zeros(())
-        for ready, _, _ in totals.batches:
+        for ready, *_ in totals.batches:
             batch = ready.loaded.payload
             blocks = embed_blocks(self._embedding_VD, batch.anchor_tokens_RA, self.draft.spec)
             final = self.draft(ready.features_RSF.clone(), blocks, batch.anchors_RA)
@@ -342,8 +342,8 @@ def test_the_error_names_stage_and_batch(micro_experiment: Path, monkeypatch: py
 
 def test_all_zero_states_stop_the_run(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = start(micro_experiment, "zeros")
-    real = cell_module.FrozenTarget.features
-    monkeypatch.setattr(cell_module.FrozenTarget, "features", lambda self, *rest: real(self, *rest) * 0)
+    real = assembly_module.FrozenTarget.features
+    monkeypatch.setattr(assembly_module.FrozenTarget, "features", lambda self, *rest: real(self, *rest) * 0)
     with pytest.raises(StageError, match="all zero"):
         root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
 

@@ -3,6 +3,7 @@
 from dflash_core.pipeline.channel import ByteBudget, Channel, Closed, ReorderBuffer
 from dflash_core.pipeline.prefetcher import BatchPrefetcher, Loaded, PrefetchSettings
 from dflash_core.pipeline.threads import Stopped, Supervisor
+from dflash_core.pipeline.watchdog import watchdog
 
 __all__ = [
     "BatchPrefetcher",
@@ -14,4 +15,5 @@ __all__ = [
     "ReorderBuffer",
     "Stopped",
     "Supervisor",
+    "watchdog",
 ]

@@ -151,7 +151,8 @@ def load_batches(prefetcher: BatchPrefetcher, worker: int) -> None:
             break
         started = time.monotonic()
         try:
-            shape, payload = prefetcher._load(planned)
+            with prefetcher._supervisor.busy(f"loader {worker}", planned.seq_no):
+                shape, payload = prefetcher._load(planned)
         except Stopped:
             raise
         except Exception as error:

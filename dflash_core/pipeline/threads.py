@@ -3,6 +3,9 @@
 A `Supervisor` owns every thread of a cell. The first failure, in whichever thread, is kept and stops all; the train
 loop meets it at its next wait. Thread bodies are plain functions that get all they touch as arguments. They run in a
 copy of the starter's context, so that log handlers bound to it (Prefect's are) receive their lines.
+
+The supervisor also knows what every thread is doing: work that can take long stands inside `busy(stage, batch)`, and
+waits go through `wait_for`. The watchdog (`dflash_core.pipeline.watchdog`) reads both.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_core.errors import DFlashError, StageError
@@ -22,6 +27,29 @@ POLL_S = 0.05
 
 class Stopped(Exception):
     """Raised inside a waiting thread when the supervisor stops; ends the thread quietly."""
+
+
+def start_thread(name: str, body: Callable[..., None], *args: Any) -> threading.Thread:
+    """Run `body(*args)` in a new thread, in a copy of the caller's context. Nothing else here starts threads."""
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(body, *args), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a thread is at: work on a batch (`working`), or a wait for something. `since` is a monotonic time.
+
+    `patience` stretches the time after which the work counts as stuck: whoever waits for others must outlast them.
+    """
+
+    thread: str
+    what: str
+    batch: int | None
+    since: float
+    working: bool
+    patience: float = 1.0
 
 
 class Supervisor:
@@ -37,6 +65,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._failure: DFlashError | None = None
         self._last_progress = time.monotonic()
+        self._activities: dict[int, Activity] = {}
         self._join_deadline: float | None = None
         self._threads: list[threading.Thread] = []
 
@@ -51,12 +80,7 @@ class Supervisor:
 
     def start(self, stage: str, body: Callable[..., None], *args: Any) -> None:
         """Run `body(*args)` in a new thread; what it raises becomes a `StageError` of `stage`."""
-        context = contextvars.copy_context()
-        thread = threading.Thread(
-            target=context.run, args=(self._run, stage, body, args), name=f"{self.name}/{stage}", daemon=True
-        )
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(start_thread(f"{self.name}/{stage}", self._run, stage, body, args))
 
     def _run(self, stage: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:
         try:
@@ -94,15 +118,53 @@ class Supervisor:
             Stopped: a stop was asked for.
             StageError: nothing happened for `timeout_s`; `what` says what was waited for.
         """
+        if ready():
+            self._last_progress = time.monotonic()  # whoever got what it waited for: the cell is alive
+            return 0.0
         started = time.monotonic()
-        while not ready():
-            if self._stop.is_set():
-                raise Stopped
-            if time.monotonic() - max(started, self._last_progress) > timeout_s:
-                raise StageError(what, None, f"no progress for {timeout_s:.0f} s")
-            condition.wait(POLL_S)
-        self._last_progress = time.monotonic()  # whoever got what it waited for: the cell is alive
+        thread = threading.get_ident()
+        outer = self._activities.get(thread)
+        self._activities[thread] = Activity(threading.current_thread().name, what, None, started, working=False)
+        try:
+            while not ready():
+                if self._stop.is_set():
+                    raise Stopped
+                if time.monotonic() - max(started, self._last_progress) > timeout_s:
+                    raise StageError(what, None, f"no progress for {timeout_s:.0f} s")
+                condition.wait(POLL_S)
+        finally:
+            if outer is None:
+                self._activities.pop(thread, None)
+            else:
+                self._activities[thread] = outer
+        self._last_progress = time.monotonic()
         return self._last_progress - started
+
+    @contextmanager
+    def busy(self, stage: str, batch: int | None = None, patience: float = 1.0) -> Iterator[None]:
+        """Say that this thread works on something while inside; leaving it counts as progress."""
+        thread = threading.get_ident()
+        outer = self._activities.get(thread)
+        self._activities[thread] = Activity(
+            threading.current_thread().name, stage, batch, time.monotonic(), working=True, patience=patience
+        )
+        try:
+            yield
+        finally:
+            self._last_progress = time.monotonic()
+            if outer is None:
+                self._activities.pop(thread, None)
+            else:
+                self._activities[thread] = outer
+
+    def activities(self) -> list[Activity]:
+        """What the threads are at now, the longest first."""
+        return sorted(self._activities.copy().values(), key=lambda activity: activity.since)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since anything was got or finished anywhere in the cell."""
+        return time.monotonic() - self._last_progress
 
     def sleep(self, seconds: float) -> bool:
         """Sleep, or return True at once when a stop is asked for."""

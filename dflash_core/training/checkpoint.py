@@ -174,7 +174,8 @@ def write_snapshots(writer: CheckpointWriter) -> None:
         try:
             if snapshot is None:
                 return
-            folder = write_checkpoint(writer.root, snapshot, writer.keep_last)
+            with writer._supervisor.busy(f"checkpoint of step {snapshot.next_step}"):
+                folder = write_checkpoint(writer.root, snapshot, writer.keep_last)
             log.info("checkpoint %s", folder.name)
         finally:
             writer._pending.task_done()

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from dflash_core.config import TrainConfig
-from dflash_core.errors import TrainingError
+from dflash_core.errors import StageError, TrainingError
 from dflash_core.model.documents import context_windows
 from dflash_core.model.draft import DFlashDraft, embed_blocks, group_size
 from dflash_core.model.loss import block_loss, expected_acceptance_length
-from dflash_core.pipeline import ByteBudget, ReorderBuffer
+from dflash_core.pipeline import ByteBudget, ReorderBuffer, Supervisor
+from dflash_core.training.device_clock import Seconds, start_clock
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.target_loop import Ready
@@ -37,7 +38,7 @@ class StepTotals:
 
     num_buckets: int
     block_size: int
-    batches: list[tuple[Ready, Tensor, Tensor]] = field(default_factory=list)
+    batches: list[tuple[Ready, Tensor, Tensor, Seconds]] = field(default_factory=list)
     target_wait_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -49,7 +50,7 @@ class StepTotals:
 
         Counts above 2^24 would lose their last digits in fp32, so tokens are sent in two parts.
         """
-        shapes = [ready.loaded.shape for ready, _, _ in self.batches]
+        shapes = [ready.loaded.shape for ready, *_ in self.batches]
         zeros = torch.zeros(self.block_size, device=device)
         buckets = [0.0] * self.num_buckets
         for shape in shapes:
@@ -59,8 +60,8 @@ class StepTotals:
             len(shapes), sum(s.num_sequences for s in shapes), sum(s.num_anchors for s in shapes),
             tokens >> 12, tokens & 4095, padded >> 12, padded & 4095, float(stop), *buckets,
         ]  # fmt: skip
-        loss = torch.stack([loss for _, loss, _ in self.batches]).sum() if shapes else zeros.sum()
-        weight = torch.stack([weight for _, _, weight in self.batches]).sum() if shapes else zeros.sum()
+        loss = torch.stack([loss for _, loss, _, _ in self.batches]).sum() if shapes else zeros.sum()
+        weight = torch.stack([weight for _, _, weight, _ in self.batches]).sum() if shapes else zeros.sum()
         correct = zeros if self.correct_K is None else self.correct_K
         count = zeros if self.count_K is None else self.count_K
         return torch.cat([loss.view(1), weight.view(1), correct, count, torch.tensor(counts, device=device)])
@@ -132,7 +133,7 @@ class DraftTrainer:
 
     def add(self, totals: StepTotals, ready: Ready) -> None:
         """Forward and backward of one batch; gradients add up undivided."""
-        started = time.monotonic()
+        started, stop_clock = time.monotonic(), start_clock(self.device)
         loaded = ready.loaded.payload
         windows = None
         if loaded.documents is not None:  # from the batch on the CPU, where reading it waits for nothing
@@ -148,7 +149,7 @@ class DraftTrainer:
         torch.autograd.backward(parts.loss_sum)
         totals.forward_s += middle - started
         totals.backward_s += time.monotonic() - middle
-        totals.batches.append((ready, parts.loss_sum.detach(), parts.weight_sum.detach()))
+        totals.batches.append((ready, parts.loss_sum.detach(), parts.weight_sum.detach(), stop_clock()))
         totals.correct_K = parts.correct_K if totals.correct_K is None else totals.correct_K + parts.correct_K
         totals.count_K = parts.count_K if totals.count_K is None else totals.count_K + parts.count_K
 
@@ -162,6 +163,7 @@ class DraftTrainer:
         # No label in the whole step (possible in a tiny last step) leaves gradients of 0 over a weight of 0.
         sums = self.group.reduce_step(self.parameters, totals.vector(self.device, stop))
         row = totals.unpack(sums)
+        joined, stop_clock = time.monotonic(), start_clock(self.device)
         weight = row.pop("weight_sum")
         for parameter in self.parameters:
             if parameter.grad is not None and weight > 0:
@@ -178,7 +180,13 @@ class DraftTrainer:
         else:
             self.skipped_in_a_row += 1
         clipped = finite and norm > self.config.clip_norm
-        times = {"forward_s": totals.forward_s, "backward_s": totals.backward_s, "optimizer_s": time.monotonic() - started}
+        times = {
+            "forward_s": totals.forward_s,
+            "backward_s": totals.backward_s,
+            "reduce_s": joined - started,
+            "optimizer_s": time.monotonic() - joined,
+            "optimizer_busy_s": stop_clock()(),
+        }
         return {**row, "grad_norm": norm, "clipped": clipped, "lr": lr, "skipped": not finite, **times}
 
     def refuse_endless_skipping(self, seq_nos: list[int]) -> None:
@@ -196,17 +204,26 @@ def take_batches(
     budget: ByteBudget,
     totals: StepTotals,
     abandon: Callable[[], bool],
+    supervisor: Supervisor,
 ) -> bool:
     """Train on the next `count` batches and give their bytes back.
 
     `abandon` is asked before each batch; when it says yes the step is left unfinished and the result is False.
+
+    Raises:
+        StageError: a batch could not be trained; it is named.
     """
     for _ in range(count):
         if abandon():
             return False
         item, waited = ready.get()
         totals.target_wait_s += waited
-        trainer.add(totals, item)
+        seq_no = item.loaded.planned.seq_no
+        with supervisor.busy("drafter", seq_no):
+            try:
+                trainer.add(totals, item)
+            except Exception as error:  # the batch's number is known only here
+                raise StageError("drafter", seq_no, error) from error
         budget.release(item.loaded.num_bytes)
     return True
 
@@ -214,7 +231,7 @@ def take_batches(
 def batch_rows(totals: StepTotals) -> list[dict[str, Any]]:
     """The `batches` rows of a step. Reads losses from the device, which waits for it."""
     rows = []
-    for ready, loss, weight in totals.batches:
+    for ready, loss, weight, draft_busy_s in totals.batches:
         planned, shape = ready.loaded.planned, ready.loaded.shape
         rows.append(
             {
@@ -237,6 +254,8 @@ def batch_rows(totals: StepTotals) -> list[dict[str, Any]]:
                 "load_s": ready.loaded.load_s,
                 "queued_s": ready.queued_s,
                 "target_forward_s": ready.target_forward_s,
+                "target_busy_s": ready.target_busy_s,
+                "draft_busy_s": draft_busy_s(),
             }
         )
     return rows

@@ -11,6 +11,7 @@ from torch import Tensor
 from dflash_core.errors import StageError
 from dflash_core.model.target import ForwardAbandoned, FrozenTarget
 from dflash_core.pipeline import Channel, Closed, Loaded, ReorderBuffer, Stopped, Supervisor
+from dflash_core.training.device_clock import start_clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Ready:
     features_RSF: Tensor
     queued_s: float
     target_forward_s: float
+    target_busy_s: float
 
 
 def check_features(features_RSF: Tensor, width: int) -> None:
@@ -47,18 +49,20 @@ def run_target(
             loaded = queue.get()
         except Closed:
             return
-        started = time.monotonic()
+        started, stop_clock = time.monotonic(), start_clock(target.device)
         try:
-            batch = loaded.payload
-            features = target.features(batch.tokens_RS, lambda: supervisor.stopping, batch.documents)
-            if not checked:
-                check_features(features, width)
-                checked = True
-            if target.device.type == "cuda":
-                torch.cuda.current_stream(target.device).synchronize()  # the drafter reads on another stream
+            with supervisor.busy(f"target {number}", loaded.planned.seq_no):
+                batch = loaded.payload
+                features = target.features(batch.tokens_RS, lambda: supervisor.stopping, batch.documents)
+                busy_s = stop_clock()
+                if not checked:
+                    check_features(features, width)
+                    checked = True
+                if target.device.type == "cuda":
+                    torch.cuda.current_stream(target.device).synchronize()  # the drafter reads on another stream
         except ForwardAbandoned:
             raise Stopped from None
         except Exception as error:  # the batch's number is known only here
             raise StageError(f"target {number}", loaded.planned.seq_no, error) from error
         done = time.monotonic()
-        ready.put(loaded.planned.position, Ready(loaded, features, started - loaded.dispatched_at, done - started))
+        ready.put(loaded.planned.position, Ready(loaded, features, started - loaded.dispatched_at, done - started, busy_s()))

@@ -1,0 +1,176 @@
+"""Puts a cell together: plan, targets, drafter, prefetcher, threads. `dflash_core.training.cell` runs and ends it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_core.data import Dataset
+from dflash_core.errors import CheckpointError
+from dflash_core.metrics.console import ConsoleSink
+from dflash_core.metrics.sinks import FanOut, JsonlSink, MetricsSink, RunLog
+from dflash_core.metrics.wandb_sink import WandbSink
+from dflash_core.model.anchors import default_gamma, slot_weights
+from dflash_core.model.draft import DFlashDraft
+from dflash_core.model.target import FrozenTarget
+from dflash_core.pipeline import BatchPrefetcher, PrefetchSettings, ReorderBuffer, Supervisor
+from dflash_core.provenance import digest_json, provenance, write_json
+from dflash_core.records import PlannedBatch
+from dflash_core.training.checkpoint import CheckpointWriter, newest_checkpoint, restore
+from dflash_core.training.collate import Collator, batch_bytes
+from dflash_core.training.devices import CellDevices
+from dflash_core.training.distributed import CellGroup
+from dflash_core.training.job import TrainingJob
+from dflash_core.training.loop import DraftTrainer
+from dflash_core.training.monitor import Monitor
+from dflash_core.training.run_folder import identity_differences
+from dflash_core.training.schedule import RunPlan
+from dflash_core.training.target_loop import Ready, run_target
+
+log = logging.getLogger(__name__)
+# Bytes of one number of a captured state.
+FEATURE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def load_target(job: TrainingJob, device: str) -> FrozenTarget:
+    """The configured target on one device."""
+    target = job.target
+    return FrozenTarget(job.target_folder, job.spec.target_layer_ids, target.dtype, target.attn_implementation, device)
+
+
+def make_trainer(job: TrainingJob, group: CellGroup, device: str, target: FrozenTarget, num_steps: int) -> DraftTrainer:
+    """A fresh draft with its optimizer on one device; embedding and head are the target's."""
+    draft = DFlashDraft(job.spec).initialise(job.train.seed).to(device)
+    embedding, head = target.embedding_VH.to(device), target.head_VH.to(device)
+    return DraftTrainer(draft, embedding, head, job.train, num_steps, len(job.edges), group)
+
+
+@dataclass(frozen=True)
+class CellParts:
+    """How a cell gets its target and its trainer. Others stand in where the pipeline itself is measured."""
+
+    load_target: Callable[[TrainingJob, str], FrozenTarget] = load_target
+    make_trainer: Callable[[TrainingJob, CellGroup, str, FrozenTarget, int], DraftTrainer] = make_trainer
+
+
+@dataclass
+class Cell:
+    """The parts of a running cell."""
+
+    job: TrainingJob
+    group: CellGroup
+    supervisor: Supervisor
+    plan: RunPlan
+    trainer: DraftTrainer
+    prefetcher: BatchPrefetcher
+    ready: ReorderBuffer[Ready]
+    monitor: Monitor
+    writer: CheckpointWriter | None
+    sink: RunLog
+    first_step: int
+    log_s: float = field(default=0.0, init=False)
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Write a row of `events`."""
+        self.sink.log("events", {"kind": kind, "step": step, "cell": self.group.rank, **fields})
+
+
+def build_cell(
+    job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor: Supervisor, attempt: int, parts: CellParts
+) -> Cell:
+    """Build everything that a cell needs, load its newest checkpoint, and start its threads.
+
+    Raises:
+        CheckpointError: the newest checkpoint is of another run than the configured one.
+        TrainingError: the cells of the run would not train the same.
+    """
+    dataset = Dataset.open(job.dataset)
+    plan = RunPlan(dataset.lengths, job.edges, job.bucketing, job.train, group.size)
+    # One frozen target per device; target loops that share a device share it.
+    targets = {device: parts.load_target(job, device) for device in dict.fromkeys(devices.targets)}
+    first_target = targets[devices.targets[0]]
+    if job.bucketing.strategy == "packed":
+        first_target.check_packing(job.target.path)
+    trainer = parts.make_trainer(job, group, devices.draft, first_target, plan.num_steps)
+    first_step = _resume(job, trainer)
+    fingerprint = plan.epoch_plan(0).fingerprint()
+    planned = {"plan": fingerprint, "num_steps": plan.num_steps, "newest checkpoint": first_step}
+    group.check_agreement({**job.identity, **planned}, devices.draft)
+    collator = Collator(
+        dataset,
+        seed=job.train.seed,
+        num_anchors=job.train.num_anchors,
+        weights_K=slot_weights(job.spec.block_size, job.train.loss_gamma or default_gamma(job.spec.block_size)),
+        pad_token_id=first_target.shape.pad_token_id,
+        pin=devices.is_cuda,
+    )
+    batches = plan.batches(group.rank, first_step)
+    prefetcher = _make_prefetcher(job, plan, collator, len(devices.targets), batches, supervisor)
+    first_position = plan.first_position(group.rank, first_step)
+    ready: ReorderBuffer[Ready] = ReorderBuffer("ready buffer", first_position, supervisor, wait_limit_s(job))
+    if group.is_first:
+        fingerprints = {"plan": fingerprint, "config": digest_json(job.identity)}
+        fingerprints |= {key: job.identity[key] for key in ("dataset", "tokenizer", "target_weights")}
+        write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
+    sink = _open_sinks(job, group, attempt, plan.num_steps)  # last of what can fail: from here on somebody closes it
+    monitor = Monitor(prefetcher, ready, sink, group.rank, job.prefetch.stats_every_steps, supervisor)
+    writer = CheckpointWriter(job.run.checkpoints, job.train.keep_last, supervisor) if group.is_first else None
+    prefetcher.start()
+    for number, device in enumerate(devices.targets):
+        queue = prefetcher.queues[number]
+        supervisor.start(f"target {number}", run_target, targets[device], number, queue, ready, supervisor)
+    return Cell(job, group, supervisor, plan, trainer, prefetcher, ready, monitor, writer, sink, first_step)
+
+
+def wait_limit_s(job: TrainingJob) -> float:
+    """Limit of a single wait: twice the watchdog's, which knows more of what is going on and so speaks first."""
+    return 2.0 * job.prefetch.stall_timeout_s
+
+
+def _make_prefetcher(
+    job: TrainingJob, plan: RunPlan, collator: Collator, num_targets: int, batches: Iterator[PlannedBatch], supervisor: Supervisor
+) -> BatchPrefetcher:
+    feature_bytes = len(job.spec.target_layer_ids) * job.spec.hidden_size
+    feature_bytes *= FEATURE_BYTES[job.target.feature_dtype or job.target.dtype]
+
+    def size_of(planned: PlannedBatch) -> int:
+        lengths = plan.lengths_of(planned)
+        return batch_bytes(lengths, planned.packed, job.train.num_anchors, job.spec.block_size, feature_bytes)
+
+    settings = PrefetchSettings(
+        num_targets=num_targets,
+        num_buckets=len(job.edges),
+        num_workers=job.prefetch.num_workers,
+        dispatch=job.prefetch.dispatch,
+        queue_batches=job.prefetch.queue_batches,
+        max_bytes=job.prefetch.max_bytes,
+        stall_timeout_s=wait_limit_s(job),
+    )
+    return BatchPrefetcher(batches, collator, size_of, settings, supervisor)
+
+
+def _open_sinks(job: TrainingJob, group: CellGroup, attempt: int, num_steps: int) -> RunLog:
+    sinks: list[MetricsSink] = [JsonlSink(job.run.metrics)]
+    if group.is_first:
+        sinks.append(ConsoleSink(num_steps, job.metrics.console_every_s))
+        if job.metrics.wandb != "disabled":
+            sinks.append(WandbSink(job.metrics.wandb, job.metrics.wandb_project, job.run_id, job.run.wandb, job.shown_config))
+    return RunLog(FanOut(sinks), job.run_id, attempt)
+
+
+def _resume(job: TrainingJob, trainer: DraftTrainer) -> int:
+    """Load the newest good checkpoint, if any; returns the step to go on with."""
+    found = newest_checkpoint(job.run.checkpoints)
+    if found is None:
+        return 0
+    folder, state = found
+    saved = state["counters"]["identity"]
+    different, listed = identity_differences(saved, job.identity, "in the checkpoint")
+    if different:
+        raise CheckpointError(f"{folder}: cannot be resumed with another {', '.join(different)} ({listed})")
+    restore(folder, trainer.draft, trainer.optimizer)
+    trainer.skipped_in_a_row = int(state["counters"]["skipped_in_a_row"])
+    log.info("resuming from %s at step %d", folder.name, state["next_step"])
+    return int(state["next_step"])

@@ -1,0 +1,89 @@
+"""The train loop of a cell: step after step, with its metrics, checkpoints, and the way out when asked to stop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from dflash_core.training.assembly import Cell
+from dflash_core.training.checkpoint import take_snapshot
+from dflash_core.training.loop import StepTotals, batch_rows, take_batches
+from dflash_core.training.schedule import StepOutline
+from dflash_core.training.stop_request import StopRequest
+
+
+def train_steps(cell: Cell, stop: StopRequest) -> int:
+    """Train to the end of the plan or until asked to stop; returns the number of the first step not trained."""
+    job, trainer, first_step = cell.job, cell.trainer, cell.first_step
+    if first_step:
+        cell.event("resume", first_step)
+    next_step, last_saved = first_step, first_step or None
+
+    def abandon() -> bool:
+        """A cell on its own need not finish a long step; several have to agree, which they do at the end of a step."""
+        return cell.group.size == 1 and stop.signal_name is not None
+
+    for outline in cell.plan.outlines(cell.group.rank, first_step):
+        started, idle = time.monotonic(), cell.monitor.mean_target_idle_s()
+        totals = trainer.begin()
+        if not take_batches(trainer, outline.num_batches, cell.ready, cell.prefetcher.budget, totals, abandon, cell.supervisor):
+            stopping = True  # what the step had added up is dropped; a resume trains it from its first batch
+        else:
+            with cell.supervisor.busy(f"optimizer step {outline.step}", patience=JOIN_PATIENCE):
+                row = trainer.end(outline.step, totals, stop.signal_name is not None)
+            cell.supervisor.check()
+            stopping = row.pop("stop")
+            waits = {"data_wait_s": cell.monitor.mean_target_idle_s() - idle, "target_wait_s": totals.target_wait_s}
+            _log_step(cell, outline, totals, {**row, **waits, "step_s": time.monotonic() - started, "log_s": cell.log_s})
+            next_step = outline.step + 1
+            if next_step % job.train.checkpoint_every == 0:
+                _checkpoint(cell, next_step)
+                last_saved = next_step
+        if stopping:
+            cell.event("signal", next_step, name=stop.signal_name)
+            break
+    if next_step != last_saved:
+        _checkpoint(cell, next_step)
+    if cell.writer is not None:
+        cell.writer.finish()
+    cell.monitor.finish()
+    return next_step
+
+
+# How much longer than the watchdog's limit the end of a step may last: it waits for the other cells, and a cell that hangs
+# is to be named by its own watchdog.
+JOIN_PATIENCE = 1.5
+
+
+def _checkpoint(cell: Cell, next_step: int) -> None:
+    if cell.writer is None:
+        return
+    counters = {"identity": cell.job.identity, "skipped_in_a_row": cell.trainer.skipped_in_a_row}
+    started = time.monotonic()
+    cell.writer.submit(take_snapshot(next_step, cell.trainer.draft, cell.trainer.optimizer, counters))
+    cell.event("checkpoint", next_step, snapshot_s=time.monotonic() - started)
+
+
+def _log_step(cell: Cell, outline: StepOutline, totals: StepTotals, row: dict[str, Any]) -> None:
+    """Log a finished step and its batches; raises TrainingError after too many non-finite steps in a row."""
+    rows = batch_rows(totals)
+    started = time.monotonic()
+    for batch_row in rows:
+        cell.sink.log("batches", batch_row)
+    if cell.group.is_first:
+        step = {
+            "step": outline.step,
+            "epoch": outline.epoch,
+            **row,
+            "mean_seq_len": row["num_tokens"] / max(1, row["num_sequences"]),
+            "max_seq_len": outline.max_seq_len,
+            "prefetch_depths": cell.prefetcher.depths(),
+            "ready_depth": cell.ready.depth(),
+        }
+        cell.sink.log("steps", step)
+    if row["skipped"]:
+        seq_nos = [batch_row["seq_no"] for batch_row in rows]
+        cell.event("skip", outline.step, batches=seq_nos, grad_norm=row["grad_norm"], loss=row["loss"])
+        cell.trainer.refuse_endless_skipping(seq_nos)
+    cell.monitor.step_done(outline.step)
+    cell.log_s = time.monotonic() - started  # told in the next step's row
