@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_core.data import Dataset
 from dflash_core.errors import CheckpointError
+from dflash_core.metrics.background import BackgroundSink
 from dflash_core.metrics.console import ConsoleSink
 from dflash_core.metrics.sinks import FanOut, JsonlSink, MetricsSink, RunLog
 from dflash_core.metrics.wandb_sink import WandbSink
@@ -157,7 +158,8 @@ def _open_sinks(job: TrainingJob, group: CellGroup, attempt: int, num_steps: int
     if group.is_first:
         sinks.append(ConsoleSink(num_steps, job.metrics.console_every_s))
         if job.metrics.wandb != "disabled":
-            sinks.append(WandbSink(job.metrics.wandb, job.metrics.wandb_project, job.run_id, job.run.wandb, job.shown_config))
+            wandb = WandbSink(job.metrics.wandb, job.metrics.wandb_project, job.run_id, job.run.wandb, job.shown_config)
+            sinks.append(BackgroundSink(wandb))  # a row takes it milliseconds
     return RunLog(FanOut(sinks), job.run_id, attempt)
 
 
