@@ -91,9 +91,7 @@ def run_target(
         ready.put(planned.position, Ready(loaded, features, started - loaded.dispatched_at, done - started, busy_s()))
 
 
-def _serve(
-    target: Target, number: int, loaded: Loaded, supervisor: Supervisor, on_event: OnEvent
-) -> tuple[Tensor, Seconds]:
+def _serve(target: Target, number: int, loaded: Loaded, supervisor: Supervisor, on_event: OnEvent) -> tuple[Tensor, Seconds]:
     """Features of a batch, ready to be read from another stream, and the device-busy time that they took."""
     batch: DraftBatch = loaded.payload
     planned, stop_clock = loaded.planned, start_clock(target.device)
