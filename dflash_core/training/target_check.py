@@ -23,8 +23,9 @@ from dflash_core.training.split_batch import lengths_in_use
 MOST_TOKENS = 256
 # How far captured states may be from the model's own, as a share of their norm, mean over tokens. In fp32 only the order of
 # sums differs, which leaves about 1e-6; a rounding to bf16 on the way would show as 1e-3. A bf16 model rounds after every
-# operation, over many layers. A bf16 copy of fp32 states is one rounding, at most 2^-8 of each number.
-MODEL_TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 5e-2}
+# operation, over many layers, so that its limit finds only what is badly wrong, and a wrong layer is left to `CLOSER`. A
+# bf16 copy of fp32 states is one rounding, at most 2^-8 of each number.
+MODEL_TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1e-1}
 CAST_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 4e-3}
 # States that are this much closer to another layer's are that layer's, however close both are. Layers that do nothing are
 # equally close.
