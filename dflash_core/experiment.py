@@ -229,7 +229,8 @@ def _measure(
     spec = draft.spec  # never made up again: the taps are those that the checkpoint was trained with
     if spec != draft_spec(config):
         raise DataError(f"{run.config}: describes another draft or target than {checkpoint}")
-    target = FrozenTarget(folder, spec.target_layer_ids, config.target.dtype, config.target.attn_implementation, device)
+    model = config.target
+    target = FrozenTarget(folder, spec.target_layer_ids, model.dtype, model.attn_implementation, device, model.feature_dtype)
     settings, manifest = config.evaluate, run.read_manifest()
     prompts = read_prompts(
         config.data.held_out or "",

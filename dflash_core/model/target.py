@@ -5,10 +5,13 @@ tapped layers alone record the states; during training the forward pass is ended
 that neither later layers nor the language-model head cost anything. Records are kept per thread: on a CPU several
 target loops share one model.
 
+Each hook writes into its own columns of one tensor, cast to `feature_dtype`, so that no layer's output outlives the
+next layer and nothing has to be joined at the end.
+
 A packed row goes through in runs of neighbouring documents. Attention with a mask costs the square of a run's length,
 whatever the mask hides, so that runs are kept short; a document that fills a run of its own needs no mask at all.
 
-Shapes: B batch, S sequence, T taps, H hidden size of the target, V vocabulary.
+Shapes: B batch, S sequence, T taps, H hidden size of the target, F = T * H, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ from torch import Tensor, nn
 
 from dflash_core.errors import ConfigError
 from dflash_core.model.documents import Documents, runs_of_documents
+from dflash_core.model.target_loading import DTYPES, load_causal_lm
+from dflash_core.model.target_shape import TargetShape, read_target_shape
+
+__all__ = ["DTYPES", "ForwardAbandoned", "FrozenTarget", "TargetShape", "read_target_shape"]
 
 # Most tokens of neighbouring documents that share one forward pass, by kind of device. On a CPU the tiny target takes 0.9 s
 # for a row of 8192 tokens in runs of 256, 1.1 s in runs of 1024 and 7.5 s in one; a GPU needs longer runs to be busy.
@@ -34,8 +41,8 @@ TOKENS_PER_RUN = {"cpu": 256, "cuda": 4096}
 # tokens alone is seen in the mean, too.
 PACKING_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 PROBE_LENGTHS = (24, 12)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# What decoders call the norm behind their last layer.
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
 class _LastTapReached(Exception):
@@ -46,82 +53,75 @@ class ForwardAbandoned(Exception):
     """The caller asked to give up a forward pass between two layers; on a CPU a whole one can take many seconds."""
 
 
+@dataclass(slots=True)
+class _Pass:
+    """One forward pass of one thread: where its taps go, and what ends it."""
+
+    features_BSF: Tensor
+    stop_at_last_tap: bool
+    should_stop: Callable[[], bool] | None
+    num_taken: int = 0
+
+    def take(self, layer: int, columns: slice, output: Any) -> None:
+        """Copy a layer's output into its columns, which casts it. A copy alone would broadcast a wrong shape."""
+        states = output[0] if isinstance(output, tuple | list) and output else output
+        place = self.features_BSF[..., columns]
+        if not isinstance(states, Tensor):
+            raise ValueError(f"layer {layer} of the target gave {type(states).__name__} instead of states")
+        if states.shape != place.shape:
+            raise ValueError(f"layer {layer} of the target gave states {list(states.shape)}, expected {list(place.shape)}")
+        place.copy_(states)
+        self.num_taken += 1
+
+
 @dataclass(frozen=True)
-class TargetShape:
-    """The target's figures that a draft is built from (`head_dim` and sizes as in the Hugging Face config)."""
+class HiddenStates:
+    """What the model itself says its hidden states are, from a plain `output_hidden_states=True` forward pass.
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
-
-
-def read_target_shape(folder: Path) -> TargetShape:
-    """Read the shape from `config.json` without loading weights.
-
-    Raises:
-        ConfigError: the folder has no config, or the model has parts that a DFlash draft cannot follow.
+    Attributes:
+        states: N + 1 tensors [1, S, H]: the embedding, and the output of each layer.
+        final_norm: the norm that is applied in the last one of them; None where it is a plain output.
+        last_is_known: False where the last one is normed and the norm was not found: nothing can be compared with it.
     """
-    from transformers import AutoConfig
 
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder}: no config.json; target.path must name a Hugging Face model folder")
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    config = config.get_text_config(decoder=True)
-    if getattr(config, "final_logit_softcapping", None):
-        raise ConfigError(f"{folder}: the target caps its final logits (final_logit_softcapping); not supported")
-    heads = config.num_attention_heads
-    eos = config.eos_token_id if config.eos_token_id is not None else ()
-    rope = getattr(config, "rope_parameters", None) or {}
-    return TargetShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab_size=config.vocab_size,
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))),
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=bool(config.tie_word_embeddings),
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
-        pad_token_id=int(config.pad_token_id or 0),
-    )
+    states: tuple[Tensor, ...]
+    final_norm: nn.Module | None
+    last_is_known: bool
 
 
 class FrozenTarget:
-    """A causal language model without gradients, its embedding and head, and its tapped states."""
+    """A causal language model without gradients, its embedding and head, and its tapped states.
 
-    def __init__(self, folder: Path, layer_ids: tuple[int, ...], dtype: str, attn_implementation: str, device: str) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging as transformers_logging
+    Args:
+        folder: Hugging Face folder.
+        layer_ids: tapped layers, ascending.
+        dtype: number format of the weights.
+        attn_implementation: `sdpa`, `eager` or `flash_attention_2`.
+        device: where it lives; features stay there.
+        feature_dtype: number format of the features; None for that of the weights.
 
-        transformers_logging.disable_progress_bar()  # a bar for one file is noise in a log
+    Raises:
+        ConfigError: it cannot be loaded so; the key is named.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layer_ids: tuple[int, ...],
+        dtype: str,
+        attn_implementation: str,
+        device: str,
+        feature_dtype: str | None = None,
+    ) -> None:
         self.shape = read_target_shape(folder)
         self.layer_ids = layer_ids
         self.device = torch.device(device)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=DTYPES[dtype],
-            attn_implementation=attn_implementation,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-        self.model: Any = model.to(self.device).eval().requires_grad_(False)
-        self._records = threading.local()
+        self.feature_dtype = DTYPES[feature_dtype or dtype]
+        self.model: Any = load_causal_lm(folder, dtype, attn_implementation, self.device)
+        self._local = threading.local()
         layers: Any = self.model.get_decoder().layers
-        for index in layer_ids:
-            layers[index].register_forward_hook(self._make_hook(index))
+        for tap, index in enumerate(layer_ids):
+            layers[index].register_forward_hook(self._make_hook(tap, index))
         for layer in layers[: layer_ids[-1] + 1]:
             layer.register_forward_pre_hook(self._look_for_stop)
 
@@ -137,34 +137,41 @@ class FrozenTarget:
         head: nn.Linear = self.model.get_output_embeddings()
         return head.weight
 
-    def _make_hook(self, index: int) -> Any:
-        is_last = index == self.layer_ids[-1]
+    def _make_hook(self, tap: int, layer: int) -> Any:
+        columns = slice(tap * self.shape.hidden_size, (tap + 1) * self.shape.hidden_size)
+        is_last = tap == len(self.layer_ids) - 1
 
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            states: dict[int, Tensor] | None = getattr(self._records, "states", None)
-            if states is None:
+            current: _Pass | None = getattr(self._local, "current", None)
+            if current is None:
                 return
-            states[index] = output if isinstance(output, Tensor) else output[0]
-            if is_last and self._records.stop_at_last_tap:
+            current.take(layer, columns, output)
+            if is_last and current.stop_at_last_tap:
                 raise _LastTapReached
 
         return hook
 
     def _look_for_stop(self, *_: Any) -> None:
-        should_stop: Callable[[], bool] | None = getattr(self._records, "should_stop", None)
-        if should_stop is not None and should_stop():
+        current: _Pass | None = getattr(self._local, "current", None)
+        if current is not None and current.should_stop is not None and current.should_stop():
             raise ForwardAbandoned
 
     @contextmanager
-    def _recording(self, *, stop_at_last_tap: bool) -> Iterator[dict[int, Tensor]]:
-        self._records.states, self._records.stop_at_last_tap = {}, stop_at_last_tap
+    def _recording(self, current: _Pass) -> Iterator[None]:
+        """Let this thread's hooks write into `current`; leaving without an error makes sure that all of them did."""
+        self._local.current = current
         try:
-            yield self._records.states
+            yield
+        except _LastTapReached:
+            pass
         finally:
-            self._records.states = None
+            self._local.current = None
+        if current.num_taken != len(self.layer_ids):
+            raise RuntimeError(f"a forward pass reached {current.num_taken} of the target's {len(self.layer_ids)} taps")
 
-    def _joined(self, states: dict[int, Tensor]) -> Tensor:
-        return torch.cat([states[i] for i in self.layer_ids], dim=-1)
+    def _empty(self, input_ids_BS: Tensor) -> Tensor:
+        width = len(self.layer_ids) * self.shape.hidden_size
+        return torch.empty(*input_ids_BS.shape, width, dtype=self.feature_dtype, device=self.device)
 
     @torch.inference_mode()
     def features(
@@ -183,23 +190,39 @@ class FrozenTarget:
         """
         if documents is None:
             return self._tapped(input_ids_BS, None, should_stop)
-        parts = []
+        features_BSF = self._empty(input_ids_BS)
         for begin, end, count in runs_of_documents(documents.ids_RS, TOKENS_PER_RUN.get(self.device.type, 4096)):
             positions = documents.positions_RS[:, begin:end] if count > 1 else None
-            parts.append(self._tapped(input_ids_BS[:, begin:end], positions, should_stop))
-        return torch.cat(parts, dim=1)
+            self._tapped(input_ids_BS[:, begin:end], positions, should_stop, features_BSF[:, begin:end])
+        return features_BSF
 
-    def _tapped(self, input_ids_BS: Tensor, positions_BS: Tensor | None, should_stop: Callable[[], bool] | None = None) -> Tensor:
+    def _tapped(
+        self,
+        input_ids_BS: Tensor,
+        positions_BS: Tensor | None,
+        should_stop: Callable[[], bool] | None = None,
+        features_BSF: Tensor | None = None,
+    ) -> Tensor:
+        """One forward pass up to the last tap; the states go into `features_BSF`, which is returned, or into a new tensor."""
         packed = {} if positions_BS is None else {"position_ids": positions_BS.to(self.device)}
-        with self._recording(stop_at_last_tap=True) as states:
-            self._records.should_stop = should_stop
-            try:
-                self.model.get_decoder()(input_ids=input_ids_BS.to(self.device), use_cache=False, **packed)
-            except _LastTapReached:
-                return self._joined(states)
-            finally:
-                self._records.should_stop = None
-        raise RuntimeError("the target's forward pass ended without reaching its last tap")
+        features_BSF = self._empty(input_ids_BS) if features_BSF is None else features_BSF
+        with self._recording(_Pass(features_BSF, True, should_stop)):
+            self.model.get_decoder()(input_ids=input_ids_BS.to(self.device), use_cache=False, **packed)
+        return features_BSF
+
+    @torch.inference_mode()
+    def hidden_states(self, input_ids_1S: Tensor) -> HiddenStates:
+        """All hidden states as transformers itself collects them, through all layers: slow, and to be compared with.
+
+        transformers ties the last one to the output of the final norm for most models.
+        """
+        decoder = self.model.get_decoder()
+        output = decoder(input_ids=input_ids_1S.to(self.device), use_cache=False, output_hidden_states=True)
+        states = tuple(output.hidden_states)
+        if not torch.equal(states[-1], output.last_hidden_state):
+            return HiddenStates(states, None, last_is_known=True)
+        norms = [module for name in FINAL_NORMS if isinstance(module := getattr(decoder, name, None), nn.Module)]
+        return HiddenStates(states, norms[0] if norms else None, last_is_known=bool(norms))
 
     @torch.inference_mode()
     def check_packing(self, path: str) -> None:
@@ -224,7 +247,7 @@ class FrozenTarget:
             by_tap = (PROBE_LENGTHS[1], len(self.layer_ids), -1)
             error_ST, norm_ST = (x.view(by_tap).norm(dim=-1) for x in (packed - alone, alone))
             share = float((error_ST / norm_ST).mean(dim=0).max())  # by token: the first ones of a document can be huge
-            if share <= PACKING_TOLERANCE[self.model.dtype]:  # a NaN is none
+            if share <= max(PACKING_TOLERANCE[self.model.dtype], PACKING_TOLERANCE[self.feature_dtype]):  # a NaN is none
                 return
             cause = f"its documents see each other (states differ by {share:.1e} of their norm)"
         raise ConfigError(f"target.path: {path} cannot be trained with bucketing.strategy: packed: {cause}; use padded")
@@ -232,6 +255,7 @@ class FrozenTarget:
     @torch.inference_mode()
     def step(self, input_ids_BS: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
         """One forward pass over new tokens behind `cache` (which grows): logits [B, S, V] and features [B, S, T * H]."""
-        with self._recording(stop_at_last_tap=False) as states:
+        features_BSF = self._empty(input_ids_BS)
+        with self._recording(_Pass(features_BSF, False, None)):
             output = self.model(input_ids=input_ids_BS.to(self.device), cache=cache, use_cache=True)
-            return output.logits, self._joined(states)
+        return output.logits, features_BSF

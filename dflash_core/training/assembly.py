@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dflash_core.data import Dataset
@@ -38,7 +39,8 @@ FEATURE_BYTES = {"float32": 4, "bfloat16": 2}
 def load_target(job: TrainingJob, device: str) -> FrozenTarget:
     """The configured target on one device."""
     target = job.target
-    return FrozenTarget(job.target_folder, job.spec.target_layer_ids, target.dtype, target.attn_implementation, device)
+    taps, attention = job.spec.target_layer_ids, target.attn_implementation
+    return FrozenTarget(job.target_folder, taps, target.dtype, attention, device, target.feature_dtype)
 
 
 def make_trainer(job: TrainingJob, group: CellGroup, device: str, target: FrozenTarget, num_steps: int) -> DraftTrainer:
@@ -76,7 +78,12 @@ class Cell:
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Write a row of `events`."""
-        self.sink.log("events", {"kind": kind, "step": step, "cell": self.group.rank, **fields})
+        log_event(self.sink, self.group.rank, kind, step, **fields)
+
+
+def log_event(sink: RunLog, cell: int, kind: str, step: int, **fields: Any) -> None:
+    """Write a row of `events`. Threads that start before there is a `Cell` use it, too."""
+    sink.log("events", {"kind": kind, "step": step, "cell": cell, **fields})
 
 
 def build_cell(
@@ -122,7 +129,8 @@ def build_cell(
     prefetcher.start()
     for number, device in enumerate(devices.targets):
         queue = prefetcher.queues[number]
-        supervisor.start(f"target {number}", run_target, targets[device], number, queue, ready, supervisor)
+        on_event = partial(log_event, sink, group.rank)
+        supervisor.start(f"target {number}", run_target, targets[device], number, queue, ready, supervisor, on_event)
     return Cell(job, group, supervisor, plan, trained, trainer, prefetcher, ready, monitor, writer, sink, first_step)
 
 

@@ -1,0 +1,78 @@
+"""Loads a target's weights onto a device, and says in one line which key is wrong when that cannot be done."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_core.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KEY = "target.attn_implementation"
+
+
+def load_causal_lm(folder: Path, dtype: str, attn_implementation: str, device: torch.device) -> Any:
+    """A causal language model of transformers in evaluation mode, without gradients.
+
+    Raises:
+        ConfigError: the attention implementation cannot be used here or by this model, the folder holds no model that can
+            be read, or the weights do not fit on the device.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # a bar for one file is noise in a log
+    if attn_implementation == "flash_attention_2":
+        _check_flash_attention(dtype, device)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[dtype],
+            attn_implementation=attn_implementation,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (ImportError, ValueError, OSError, SafetensorError) as error:
+        reason = _first_sentence(error)
+        if "attention" in reason.lower():
+            raise ConfigError(f"{KEY}: {attn_implementation} cannot be used for {folder}: {reason}") from None
+        raise ConfigError(f"target.path: {folder} cannot be loaded: {reason}") from None
+    used = model.config._attn_implementation
+    if used != attn_implementation:  # transformers falls back in silence for some models
+        raise ConfigError(f"{KEY}: {attn_implementation} cannot be used for {folder}: transformers takes {used} instead")
+    try:
+        model = model.to(device).eval().requires_grad_(False)
+        if attn_implementation == "flash_attention_2":
+            _try_out(model, device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"target.path: {folder} does not fit on {device}: {_first_sentence(error)}") from None
+    return model
+
+
+def _check_flash_attention(dtype: str, device: torch.device) -> None:
+    """Refuse what is known to fail, before any weights are read. transformers would look for a kernel on the network."""
+    if find_spec("flash_attn") is None:
+        raise ConfigError(f"{KEY}: flash_attention_2 needs the package flash-attn, which is not installed; use sdpa")
+    if device.type != "cuda":
+        raise ConfigError(f"{KEY}: flash_attention_2 needs a GPU and the target is on {device}; use sdpa")
+    if dtype != "bfloat16":
+        raise ConfigError(f"{KEY}: flash_attention_2 needs target.dtype: bfloat16, not {dtype}")
+
+
+def _try_out(model: Any, device: torch.device) -> None:
+    """Kernels refuse some GPUs and head sizes when they are first called."""
+    try:
+        with torch.inference_mode():
+            model.get_decoder()(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, ImportError) as error:
+        raise ConfigError(f"{KEY}: flash_attention_2 fails on {device}: {_first_sentence(error)}") from None
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0][:300]
