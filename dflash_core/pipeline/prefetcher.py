@@ -176,7 +176,8 @@ def feed_batches(prefetcher: BatchPrefetcher) -> None:
             planned = next(batches, None)
         if planned is None:
             break
-        num_bytes = prefetcher._size_of(planned)
+        with prefetcher._supervisor.busy("feed", planned.seq_no):
+            num_bytes = prefetcher._size_of(planned)
         prefetcher.budget.reserve(num_bytes, planned.seq_no)
         prefetcher._feed.put((turn, planned, num_bytes), batch=planned.seq_no)
         turn += 1
