@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.errors import StageError
-from dflash_core.pipeline import BatchPrefetcher, ByteBudget, Channel, Closed, Loaded, PrefetchSettings, ReorderBuffer, Supervisor
+from dflash_core.pipeline import (
+    BatchPrefetcher,
+    ByteBudget,
+    Channel,
+    Closed,
+    Loaded,
+    PrefetchSettings,
+    ReorderBuffer,
+    Supervisor,
+    threads,
+)
 from dflash_core.pipeline.dispatch import Policy, make_dispatch
+from dflash_core.pipeline.prefetcher import STAGED
 from dflash_core.records import BatchShape, PlannedBatch
 from dflash_core.training.loop import DraftTrainer, StepTotals, take_batches
 from dflash_core.training.target_loop import Ready
@@ -82,8 +94,8 @@ def test_whatever_order_loads_end_in(data: st.DataObject, policy: Policy, target
         prefetcher._choose = lambda worker: choices.append(choose(worker)) or choices[-1]
         prefetcher.start()
         left = list(range(count))
-        while left:  # the workers hold the batches from the first one not yet loaded on
-            position = data.draw(st.sampled_from([p for p in left if p < left[0] + workers]))
+        while left:  # each worker holds one of the first batches not yet loaded; so far ahead they may be staged
+            position = data.draw(st.sampled_from([p for p in left[:workers] if p < left[0] + STAGED * workers]))
             gate.release(position)
             left.remove(position)
         until(lambda: all(queue.is_closed() for queue in prefetcher.queues))
@@ -242,6 +254,22 @@ def test_no_bounds_lock_the_pipeline_up(
     assert prefetcher.budget.reserved == 0
     assert prefetcher.budget.max_reserved <= max(max_bytes, max(sizes))
     assert all(count <= capacity for count in prefetcher.waits()["queue_max_depths"])
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "per_worker"])
+def test_nothing_in_the_pipeline_waits_for_a_poll(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bounds are tight, so that every kind of wait occurs; a poll comes every half minute only."""
+    monkeypatch.setattr(threads, "POLL_S", 30.0)
+    rng = random.Random(0)
+
+    def load(batch: PlannedBatch) -> tuple[BatchShape, Any]:
+        time.sleep(0.001 * rng.random())
+        return shape(), None
+
+    bounds = PrefetchSettings(3, 1, 4, policy, queue_batches=1, max_bytes=500, stall_timeout_s=WAIT_S)
+    started = time.monotonic()
+    trained, _ = train_all([100] * 60, bounds, load)
+    assert trained == list(range(60)) and time.monotonic() - started < threads.POLL_S
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_core.records import BatchShape
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
+class _Counts(NamedTuple):
     """Everything counted up to one batch; never changed, only replaced."""
 
     buckets: tuple[int, ...]
@@ -49,8 +47,7 @@ class BatchStats:
             old = self._counts
             same = shape.bucket == old.current_bucket
             run = old.current_run + 1 if same else 1
-            self._counts = replace(
-                old,
+            self._counts = _Counts(
                 buckets=_one_more(old.buckets, shape.bucket),
                 targets=_one_more(old.targets, target),
                 sequences=old.sequences + shape.num_sequences,

@@ -111,11 +111,11 @@ class Channel(Generic[Item]):
             try:
                 room = lambda: self._closed or (self._putters[0] is ticket and self._fits(num_bytes))  # noqa: E731
                 self._wait(self._room, room, self._put_clock, "full", batch)
-            finally:
-                self._putters.remove(ticket)
-                if self._putters:  # who came next is now at the head
-                    self._room.notify_all()
+            except BaseException:
+                self._drop(ticket)
                 self._note()
+                raise
+            self._drop(ticket)
             if self._closed:
                 raise Closed
             self._items.append((item, load, num_bytes))
@@ -140,6 +140,11 @@ class Channel(Generic[Item]):
             if self._putters:
                 self._room.notify_all()
             return item
+
+    def _drop(self, ticket: object) -> None:
+        self._putters.remove(ticket)
+        if self._putters:  # who came next is now at the head
+            self._room.notify_all()
 
     def _fits(self, num_bytes: int) -> bool:
         if not self._items:

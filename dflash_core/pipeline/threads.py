@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_core.errors import DFlashError, StageError
 
@@ -42,8 +41,7 @@ def start_thread(name: str, body: Callable[..., None], *args: Any) -> threading.
     return thread
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(NamedTuple):
     """What a thread is at: work on a batch (`working`), or a wait for something. `since` is a time of `Supervisor.now`.
 
     `patience` stretches the time after which the work counts as stuck: whoever waits for others must outlast them.
@@ -215,7 +213,7 @@ class Supervisor:
         if outer is None:
             self._activities.pop(thread, None)
         else:  # what was inside has moved, so what is around it has too
-            self._activities[thread] = replace(outer, since=now)
+            self._activities[thread] = outer._replace(since=now)
 
     def progressed(self) -> None:
         """Say that something moved."""
