@@ -30,6 +30,7 @@ from typing import Any, Literal
 from dflash_core.pipeline import BatchPrefetcher, ByteBudget, Channel, Closed, Loaded, PrefetchSettings, Supervisor
 from dflash_core.pipeline.batch_stats import BatchStats
 from dflash_core.pipeline.dispatch import Policy, make_dispatch
+from dflash_core.pipeline.prefetcher import STAGED
 from dflash_core.records import BatchShape, PlannedBatch
 
 TARGETS, WORKERS, CAPACITY, BATCHES = 6, 4, 50, 6000
@@ -88,14 +89,17 @@ class Model:
         self.ordered = variant.policy != "per_worker"
         self.queues: list[Channel[int]] = [Channel(str(t), CAPACITY, supervisor, 1.0) for t in range(TARGETS)]
         self.choose = make_dispatch(variant.policy, self.queues, WORKERS)
-        self.tokens = [rng.choice((2048, 4096, 6144, 8192)) for _ in range(BATCHES)]
+        sizes = (2048, 4096, 6144, 8192) if mode.endswith("by length") else (5120,)
+        self.tokens = [rng.choice(sizes) for _ in range(BATCHES)]
         kept = 1.0 - (FILTERED if variant.skips_advance else 0.0)
         self.load_times = [rng.uniform(0.2, 1.8) * WORKERS * kept / (TARGETS * SUPPLY) for _ in range(2 * BATCHES)]
         self.filtered = [rng.random() < FILTERED for _ in range(2 * BATCHES)]
         self.next_item = self.next_batch = self.next_turn = 0
-        # Loaded batches by worker, in a hurry to be dispatched: (batch, target once chosen).
-        self.held: dict[int, tuple[int, int | None]] = {}
         self.busy: dict[int, int] = {}  # worker: the batch that it loads
+        self.waiting: dict[int, int] = {}  # worker: the batch that it has loaded and cannot get rid of
+        self.staged: set[int] = set()
+        self.dispatcher: int | None = None
+        self.chosen: dict[int, int] = {}  # by worker, or by 0 for the one that dispatches in order
         self.events: list[tuple[float, int, str, int]] = []
         self.num_events = 0
         self.seen, self.idle, self.busy_time = Seen(), set(range(TARGETS)), 0.0
@@ -121,22 +125,52 @@ class Model:
         """Dispatch all that can be: in plan order with the ordered policies, else as it comes."""
         moved = True
         while moved:
-            moved = False
-            for worker, (batch, target) in sorted(self.held.items(), key=lambda entry: entry[1][0]):
-                if self.ordered and batch != self.next_turn:
-                    continue
-                chosen = self.choose(worker) if target is None else target
-                self.held[worker] = (batch, chosen)  # a choice stands, as a thread waits in the queue's put
-                if self.queues[chosen].depth() < CAPACITY:
-                    self.queues[chosen].put(batch, load=self.tokens[batch])
-                    del self.held[worker]
-                    self.next_turn += 1
+            moved = self.dispatch_in_order(now) if self.ordered else self.dispatch_as_it_comes(now)
+
+    def dispatch_as_it_comes(self, now: float) -> bool:
+        moved = False
+        for worker, batch in list(self.waiting.items()):
+            if worker not in self.chosen:  # a choice stands, as a thread waits in the queue's put
+                self.chosen[worker] = self.choose(worker)
+            if self.put(batch, self.chosen[worker]):
+                del self.waiting[worker], self.chosen[worker]
+                self.take_up(worker, now)
+                moved = True
+        return moved
+
+    def dispatch_in_order(self, now: float) -> bool:
+        moved = False
+        for worker, batch in sorted(self.waiting.items(), key=lambda entry: entry[1]):
+            if batch < self.next_turn + STAGED * WORKERS:
+                del self.waiting[worker]
+                self.staged.add(batch)
+                moved = True
+                if self.dispatcher is None and batch == self.next_turn:
+                    self.dispatcher = worker
+                else:
                     self.take_up(worker, now)
-                    moved = True
+        while self.dispatcher is not None and self.next_turn in self.staged:
+            if 0 not in self.chosen:
+                self.chosen[0] = self.choose(self.dispatcher)
+            if not self.put(self.next_turn, self.chosen[0]):
+                return moved
+            del self.chosen[0]
+            self.staged.remove(self.next_turn)
+            self.next_turn += 1
+            moved = True
+        if self.dispatcher is not None:
+            self.take_up(self.dispatcher, now)
+            self.dispatcher = None
+        return moved
+
+    def put(self, batch: int, target: int) -> bool:
+        if self.queues[target].depth() == CAPACITY:
+            return False
+        self.queues[target].put(batch, load=self.tokens[batch])
+        return True
 
     def cost(self, target: int, batch: int) -> float:
-        relative = self.tokens[batch] / 5120 if self.mode.endswith("by length") else 1.0
-        return relative * (1.04 if self.mode.startswith("free") and target == 2 else 1.0)
+        return self.tokens[batch] / 5120 * (1.04 if self.mode.startswith("free") and target == 2 else 1.0)
 
     def feed_targets(self, now: float) -> None:
         """Idle targets take what is there; in lock-step all at once or none."""
@@ -163,7 +197,7 @@ class Model:
         while self.events and self.next_batch < BATCHES:
             now, _, kind, who = heapq.heappop(self.events)
             if kind == "loaded":
-                self.held[who] = (self.busy.pop(who), None)
+                self.waiting[who] = self.busy.pop(who)
             else:
                 self.idle.add(who)
             if self.events and self.events[0][0] == now:
@@ -187,6 +221,22 @@ def compare_in_virtual_time() -> None:
         for variant in VARIANTS:
             with Supervisor("model") as supervisor:
                 print(f"{mode:22} {variant.name:30} {Model(variant, mode, supervisor).run().line()}")
+
+
+def compare_staging() -> None:
+    """Part of the workers' time that goes into loading, with the loads of the model and queues that never fill."""
+    rng = random.Random(3)
+    loads = [rng.uniform(0.2, 1.8) for _ in range(BATCHES)]
+    print(f"\nloading with {WORKERS} workers: share of their time, by how many batches may be loaded before their turn")
+    for window in (1, WORKERS, 2 * WORKERS, STAGED * WORKERS):
+        free = [0.0] * WORKERS
+        dispatched: list[float] = []
+        for batch, load_time in enumerate(loads):
+            loaded = heapq.heappop(free) + load_time
+            dispatched.append(max(loaded, dispatched[-1] if dispatched else 0.0))
+            ahead = batch - window + 1 if window == 1 else batch - window  # with 1 a worker waits for its own turn
+            heapq.heappush(free, max(loaded, dispatched[ahead] if ahead >= 0 else 0.0))
+        print(f"{window:4d} {100 * sum(loads) / WORKERS / dispatched[-1]:6.1f} %")
 
 
 def planned(i: int, bucket: int = 0) -> PlannedBatch:
@@ -312,9 +362,8 @@ def time_dispatch() -> None:
         wall, cpu = time.perf_counter(), time.process_time()
         run_threads(policy, count, [4096], 0.0, 0.0)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        print(
-            f"{'prefetcher, ' + policy + ': all of it per batch, wall / CPU':62} {1e6 * wall / count:9.1f} {1e6 * cpu / count:9.1f}"
-        )
+        name = f"prefetcher, {policy}: all of it per batch, wall / CPU"
+        print(f"{name:62} {1e6 * wall / count:9.1f} {1e6 * cpu / count:9.1f}")
     with Supervisor("benchmark") as supervisor:
         queues: list[Channel[int]] = [Channel(str(t), 8, supervisor, 5.0) for t in range(TARGETS)]
         for policy in ("round_robin", "least_loaded"):
@@ -324,6 +373,7 @@ def time_dispatch() -> None:
 
 def main() -> None:
     compare_in_virtual_time()
+    compare_staging()
     compare_threads()
     print(f"\n{'microseconds':62} {'median':>9} {'99 %':>9}")
     time_hand_over()

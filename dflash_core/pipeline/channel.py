@@ -159,15 +159,14 @@ class Channel(Generic[Item]):
     def _wait(
         self, condition: threading.Condition, ready: Callable[[], bool], clock: WaitClock, why: str, batch: int | None
     ) -> None:
-        where = f"{self.name} ({why})"
         if ready():
-            self._supervisor.wait_for(condition, ready, self._timeout_s, where, batch)
+            self._supervisor.pass_by()
             return
         started = time.monotonic()
         clock.start(started)
         self._note()
         try:
-            self._supervisor.wait_for(condition, ready, self._timeout_s, where, batch)
+            self._supervisor.wait_for(condition, ready, self._timeout_s, f"{self.name} ({why})", batch)
         finally:
             clock.end(started, time.monotonic())
 
@@ -196,6 +195,11 @@ class Channel(Generic[Item]):
         """Sum of the loads of the items now waiting."""
         with self._lock:
             return self._load
+
+    def pressure(self) -> tuple[int, int]:
+        """`load()` and `num_put` at one moment: what `least_loaded` compares."""
+        with self._lock:
+            return self._load, self._num_put
 
     @property
     def num_put(self) -> int:

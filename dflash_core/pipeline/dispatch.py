@@ -24,7 +24,7 @@ def make_dispatch(policy: Policy, queues: Sequence[Channel[Any]], num_workers: i
     """
     num_targets = len(queues)
     if policy == "least_loaded":
-        return lambda _worker: min(range(num_targets), key=lambda t: (queues[t].load(), queues[t].num_put, t))
+        return lambda _worker: min(range(num_targets), key=lambda t: queues[t].pressure())  # of equal ones the first
     counters = [0] * (num_workers if policy == "per_worker" else 1)
 
     def choose(worker: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_core.pipeline.batch_stats import BatchStats
@@ -24,9 +24,9 @@ from dflash_core.pipeline.dispatch import Policy, make_dispatch
 from dflash_core.pipeline.threads import Supervisor
 from dflash_core.records import BatchShape, PlannedBatch
 
-# Batches that may be loaded ahead of the turn, per worker. With 1 (a worker waits for its turn) loading that takes unevenly long
-# lost a sixth of its throughput in benchmarks/dispatch.py; with 4 next to nothing.
-STAGED = 4
+# Batches that may be loaded ahead of the turn, per worker. Workers that wait for their turn lose a fifth of their throughput when
+# loads take unevenly long; with two per worker they lose nothing (benchmarks/dispatch.py).
+STAGED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class BatchPrefetcher:
 
     def _send(self, worker: int, loaded: Loaded) -> None:
         target = self._choose(worker)
-        sent = replace(loaded, dispatched_at=time.monotonic(), target=target)
+        sent = Loaded(loaded.planned, loaded.shape, loaded.payload, loaded.num_bytes, loaded.load_s, time.monotonic(), target)
         self.queues[target].put(sent, loaded.shape.num_padded_tokens, loaded.num_bytes, loaded.planned.seq_no)
         self._stats.record(loaded.shape, target)
 

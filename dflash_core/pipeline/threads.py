@@ -14,8 +14,7 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dflash_core.errors import DFlashError, StageError
@@ -53,6 +52,26 @@ class Activity(NamedTuple):
     since: float
     working: bool
     patience: float = 1.0
+
+
+class Busy:
+    """What `Supervisor.busy` gives; a class, because a generator would cost several times as much."""
+
+    __slots__ = ("_batch", "_outer", "_patience", "_stage", "_supervisor")
+
+    def __init__(self, supervisor: Supervisor, stage: str, batch: int | None, patience: float) -> None:
+        self._supervisor, self._stage, self._batch, self._patience = supervisor, stage, batch, patience
+
+    def __enter__(self) -> None:
+        supervisor = self._supervisor
+        now = supervisor.progressed()
+        name = threading.current_thread().name
+        self._outer = supervisor._enter(Activity(name, self._stage, self._batch, now, True, self._patience))
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:  # the innermost work names it, see `guard`
+            error.__dict__.setdefault(BATCH_KEY, self._batch)
+        self._supervisor._leave(self._outer)
 
 
 class Supervisor:
@@ -169,10 +188,10 @@ class Supervisor:
         """
         if self._stop.is_set():
             raise Stopped
-        started = self.now()
         if ready():
-            self._last_progress = started  # whoever got what it waited for: the cell is alive
+            self.pass_by()
             return 0.0
+        started = self.now()
         outer = self._enter(Activity(threading.current_thread().name, what, batch, started, working=False))
         try:
             while not ready():
@@ -187,18 +206,9 @@ class Supervisor:
             self._leave(outer)
         return self._last_progress - started
 
-    @contextmanager
-    def busy(self, stage: str, batch: int | None = None, patience: float = 1.0) -> Iterator[None]:
+    def busy(self, stage: str, batch: int | None = None, patience: float = 1.0) -> Busy:
         """Say that this thread works on something while inside. Beginning and ending it both count as progress."""
-        self._last_progress = now = self.now()
-        outer = self._enter(Activity(threading.current_thread().name, stage, batch, now, working=True, patience=patience))
-        try:
-            yield
-        except BaseException as error:
-            error.__dict__.setdefault(BATCH_KEY, batch)  # the innermost work names it, see `guard`
-            raise
-        finally:
-            self._leave(outer)
+        return Busy(self, stage, batch, patience)
 
     def _enter(self, activity: Activity) -> Activity | None:
         """Replace what this thread is at; returns what it was."""
@@ -208,15 +218,21 @@ class Supervisor:
         return outer
 
     def _leave(self, outer: Activity | None) -> None:
-        self._last_progress = now = self.now()
-        thread = threading.get_ident()
+        now, thread = self.progressed(), threading.get_ident()
         if outer is None:
             self._activities.pop(thread, None)
         else:  # what was inside has moved, so what is around it has too
             self._activities[thread] = outer._replace(since=now)
 
-    def progressed(self) -> None:
-        """Say that something moved."""
+    def progressed(self) -> float:
+        """Say that something moved; returns `now`."""
+        self._last_progress = now = self.now()
+        return now
+
+    def pass_by(self) -> None:
+        """What a wait does that has what it waits for: it counts as progress, and a stop comes first."""
+        if self._stop.is_set():
+            raise Stopped
         self._last_progress = self.now()
 
     def activities(self) -> list[Activity]:
