@@ -12,7 +12,7 @@ filtered. Depths are sampled once per target batch:
 - free: every target takes its next batch when it is done with the one before, and one of six is 4 % slower.
 
 A spread is the largest depth less the smallest, in batches; `token spread` the same of queued tokens, in thousands; `starved`
-the part of the targets' time in which they had nothing to do. The second table runs the real prefetcher's threads for a
+the part of the targets' time in which they did nothing, in lock-step also for the longest batch of the tick. The second table runs the real prefetcher's threads for a
 moment; the third tells what its parts cost.
 """
 
@@ -228,7 +228,7 @@ def compare_staging() -> None:
     rng = random.Random(3)
     loads = [rng.uniform(0.2, 1.8) for _ in range(BATCHES)]
     print(f"\nloading with {WORKERS} workers: share of their time, by how many batches may be loaded before their turn")
-    for window in (1, WORKERS, 2 * WORKERS, STAGED * WORKERS):
+    for window in (1, 2, WORKERS, STAGED * WORKERS):
         free = [0.0] * WORKERS
         dispatched: list[float] = []
         for batch, load_time in enumerate(loads):

@@ -119,6 +119,25 @@ def test_whatever_order_loads_end_in(data: st.DataObject, policy: Policy, target
         assert [ready.get()[0] for _ in range(count)] == list(range(count))
 
 
+def test_a_slow_load_lets_nobody_idle_until_the_others_are_far_ahead() -> None:
+    """Batch 0 stays in its load: the other workers stage what comes behind it, up to the bound, and nothing overtakes it."""
+    count, workers = 20, 4
+    gate, sizes = Gate([10] * count), PrefetchSettings(2, 1, workers, queue_batches=count, stall_timeout_s=WAIT_S)
+    with Supervisor("test") as supervisor:
+        prefetcher = BatchPrefetcher([planned(i) for i in range(count)], gate.load, lambda _: 1, sizes, supervisor)
+        prefetcher.start()
+        last = STAGED * workers + workers - 2  # the three others end up holding one batch each that is too far ahead
+        for position in range(1, last + 1):
+            gate.release(position)
+        waiting = lambda: sorted(a.batch or 0 for a in supervisor.activities() if a.what == "dispatch turn")  # noqa: E731
+        until(lambda: waiting() == [2 * p for p in range(STAGED * workers, last + 1)])
+        assert gate.here == set(range(last + 1)) and prefetcher.depths() == [0, 0]
+        for position in (0, *range(last + 1, count)):
+            gate.release(position)
+        until(lambda: prefetcher.depths() == [count // 2, count // 2])
+        assert [prefetcher.queues[0].get().payload for _ in range(count // 2)] == list(range(0, count, 2))
+
+
 @given(st.sampled_from(ORDERED), st.integers(1, 6), st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), max_size=60))
 def test_policies_over_queues_that_are_emptied_anyhow(policy: Policy, targets: int, moves: list[tuple[int, int]]) -> None:
     with Supervisor("test") as supervisor:
