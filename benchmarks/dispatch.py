@@ -12,8 +12,9 @@ filtered. Depths are sampled once per target batch:
 - free: every target takes its next batch when it is done with the one before, and one of six is 4 % slower.
 
 A spread is the largest depth less the smallest, in batches; `token spread` the same of queued tokens, in thousands; `starved`
-the part of the targets' time in which they did nothing, in lock-step also for the longest batch of the tick. The second table runs the real prefetcher's threads for a
-moment; the third tells what its parts cost.
+the part of the targets' time in which they did nothing, in lock-step also because the longest batch of the tick went on. The
+second table tells what staging is worth, the third runs the real prefetcher's threads for a moment, and the last one tells what
+the parts cost.
 """
 
 from __future__ import annotations

@@ -186,6 +186,17 @@ def test_the_reorder_buffer_tells_a_straggler_from_slow_targets() -> None:
         assert (later.held_up_s, later.longest_wait_position) == (stats.held_up_s, 5)
 
 
+def test_a_position_that_comes_twice_is_a_defect() -> None:
+    with Supervisor("test") as supervisor:
+        buffer: ReorderBuffer[int] = ReorderBuffer("ready buffer", 0, supervisor, WAIT_S)
+        buffer.put(0, 1)
+        with pytest.raises(AssertionError, match="ready buffer: position 0 came twice"):
+            buffer.put(0, 2)
+        assert buffer.get()[0] == 1
+        with pytest.raises(AssertionError):
+            buffer.put(0, 3)
+
+
 def wake_putter(supervisor: Supervisor, done: threading.Event) -> tuple[str, Callable[[], object]]:
     channel: Channel[int] = Channel("c", 1, supervisor, WAIT_S)
     channel.put(1)

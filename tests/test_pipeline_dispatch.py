@@ -6,8 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,8 +27,6 @@ from dflash_core.pipeline import (
 from dflash_core.pipeline.dispatch import Policy, make_dispatch
 from dflash_core.pipeline.prefetcher import STAGED
 from dflash_core.records import BatchShape, PlannedBatch
-from dflash_core.training.loop import DraftTrainer, StepTotals, take_batches
-from dflash_core.training.target_loop import Ready
 
 WAIT_S = 5.0
 ORDERED: tuple[Policy, ...] = ("round_robin", "least_loaded")
@@ -230,6 +227,18 @@ def test_depths_are_one_moment_even_while_dispatch_runs() -> None:
     assert max(spreads) <= 1
 
 
+def test_batch_stats_wait_for_nobody() -> None:
+    """Neither a writer at work nor a dispatch that holds the lock makes `get_batch_stats` wait."""
+    read: list[int] = []
+    with Supervisor("test") as supervisor:
+        prefetcher = BatchPrefetcher([], lambda b: (shape(), None), lambda _: 1, PrefetchSettings(2, 1), supervisor)
+        prefetcher._stats.record(shape(), 1)
+        with prefetcher._lock, prefetcher._stats._lock:
+            supervisor.start("reader", lambda: read.append(prefetcher.get_batch_stats()["num_batches"]))
+            until(lambda: bool(read))
+    assert read == [1]
+
+
 def train_all(
     sizes: list[int], settings_: PrefetchSettings, load: Callable[[PlannedBatch], tuple[BatchShape, Any]]
 ) -> tuple[list[int], BatchPrefetcher]:
@@ -335,20 +344,6 @@ def test_bytes_stay_reserved_until_the_batch_was_trained() -> None:
             until(lambda: feeding() == [2 * (5 + released)])  # noqa: B023 - used at once
             assert sorted(loaded) == list(range(5 + released)) and prefetcher.budget.reserved == 500
             prefetcher.budget.release(100)
-
-
-def test_the_trainer_gives_bytes_back_only_after_training() -> None:
-    with Supervisor("test") as supervisor:
-        budget = ByteBudget(500, supervisor, WAIT_S)
-        ready: ReorderBuffer[Ready] = ReorderBuffer("ready buffer", 0, supervisor, WAIT_S)
-        for i in range(3):
-            budget.reserve(100)
-            loaded = Loaded(planned(i), shape(), None, 100)
-            ready.put(i, Ready(loaded, cast(Any, None), 0.0, 0.0, 0.0))
-        seen: list[int] = []
-        trainer = cast(DraftTrainer, SimpleNamespace(add=lambda totals, item: seen.append(budget.reserved)))
-        assert take_batches(trainer, 3, ready, budget, StepTotals(1, 4), lambda: False, supervisor)
-        assert seen == [300, 200, 100] and budget.reserved == 0
 
 
 def test_a_slow_target_holds_no_more_than_its_share_of_the_budget() -> None:

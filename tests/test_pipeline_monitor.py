@@ -1,17 +1,30 @@
-"""The monitor's rows, and that it neither holds up the loop nor gets lost."""
+"""What the train loop does with the pipeline: the monitor's rows, and when bytes are given back."""
 
 from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from dflash_core.metrics.sinks import RunLog
-from dflash_core.pipeline import BatchPrefetcher, PrefetchSettings, ReorderBuffer, Stopped, Supervisor, threads, watchdog
+from dflash_core.pipeline import (
+    BatchPrefetcher,
+    ByteBudget,
+    Loaded,
+    PrefetchSettings,
+    ReorderBuffer,
+    Stopped,
+    Supervisor,
+    threads,
+    watchdog,
+)
 from dflash_core.records import BatchShape, PlannedBatch
+from dflash_core.training.loop import DraftTrainer, StepTotals, take_batches
 from dflash_core.training.monitor import Monitor
+from dflash_core.training.target_loop import Ready
 
 WAIT_S = 5.0
 # What analysis and panels read, from before there was more.
@@ -93,3 +106,17 @@ def test_a_sink_that_hangs_is_named_and_holds_nobody_up() -> None:
                 monitor.finish()
         blocks.set()
     assert "stage 'monitor': no progress for 0." in str(supervisor.failure)
+
+
+def test_the_trainer_gives_bytes_back_only_after_training() -> None:
+    with Supervisor("test") as supervisor:
+        budget = ByteBudget(500, supervisor, WAIT_S)
+        ready: ReorderBuffer[Ready] = ReorderBuffer("ready buffer", 0, supervisor, WAIT_S)
+        for i in range(3):
+            budget.reserve(100)
+            loaded = Loaded(PlannedBatch(i, i, 0, 0, 0, 0, (i,), False), BatchShape(0, 1, 10, 12, 10, 1, 1), None, 100)
+            ready.put(i, Ready(loaded, cast(Any, None), 0.0, 0.0, 0.0))
+        seen: list[int] = []
+        trainer = cast(DraftTrainer, SimpleNamespace(add=lambda totals, item: seen.append(budget.reserved)))
+        assert take_batches(trainer, 3, ready, budget, StepTotals(1, 4), lambda: False, supervisor)
+        assert seen == [300, 200, 100] and budget.reserved == 0

@@ -61,7 +61,7 @@ class ReorderBuffer(Generic[Item]):
     def put(self, position: int, item: Item) -> None:
         """Hand in an item; each position once."""
         with self._condition:
-            assert position >= self._next and position not in self._items
+            assert position >= self._next and position not in self._items, f"{self.name}: position {position} came twice"
             self._items[position] = item
             self._note(time.monotonic())
             if position == self._next:
