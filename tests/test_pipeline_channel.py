@@ -205,13 +205,17 @@ def wake_putter(supervisor: Supervisor, done: threading.Event) -> tuple[str, Cal
 
 
 def wake_second_putter(supervisor: Supervisor, done: threading.Event) -> tuple[str, Callable[[], object]]:
-    channel: Channel[int] = Channel("c", 2, supervisor, WAIT_S, max_bytes=100)
-    channel.put(1, num_bytes=100)
-    supervisor.start("first", lambda: channel.put(2, num_bytes=50))
-    until(lambda: waits_at(supervisor, "c (full)"))
-    supervisor.start("second", lambda: (channel.put(3, num_bytes=50), done.set()))
-    until(lambda: len(supervisor.activities()) == 2)
-    return "c (full)", channel.get
+    """There is room, but somebody came first and now leaves the line, by putting or by an error."""
+    channel: Channel[int] = Channel("c", 2, supervisor, WAIT_S)
+    first = object()
+    channel._putters.append(first)
+    supervisor.start("second", lambda: (channel.put(3), done.set()))
+
+    def leave() -> None:
+        with channel._lock:
+            channel._drop(first)
+
+    return "c (full)", leave
 
 
 def wake_taker(supervisor: Supervisor, done: threading.Event) -> tuple[str, Callable[[], object]]:

@@ -116,8 +116,10 @@ def test_whatever_order_loads_end_in(data: st.DataObject, policy: Policy, target
         assert [ready.get()[0] for _ in range(count)] == list(range(count))
 
 
-def test_a_slow_load_lets_nobody_idle_until_the_others_are_far_ahead() -> None:
-    """Batch 0 stays in its load: the other workers stage what comes behind it, up to the bound, and nothing overtakes it."""
+def test_a_slow_load_lets_nobody_idle_until_the_others_are_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch 0 stays in its load: the other workers stage what comes behind it, up to the bound, and nothing overtakes it.
+    With a poll every half minute only a notification can bring them on afterwards."""
+    monkeypatch.setattr(threads, "POLL_S", 30.0)
     count, workers = 20, 4
     gate, sizes = Gate([10] * count), PrefetchSettings(2, 1, workers, queue_batches=count, stall_timeout_s=WAIT_S)
     with Supervisor("test") as supervisor:
