@@ -229,6 +229,19 @@ def test_depths_are_one_moment_even_while_dispatch_runs() -> None:
     assert max(spreads) <= 1
 
 
+def test_a_snapshot_is_taken_under_one_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be dispatched or taken between the parts of it."""
+    held: list[bool] = []
+    with Supervisor("test") as supervisor:
+        prefetcher = BatchPrefetcher([], lambda b: (shape(), None), lambda _: 1, PrefetchSettings(2, 1), supervisor)
+        for method in ("get_batch_stats", "depths", "waits"):
+            whole = getattr(prefetcher, method)
+            seen = lambda whole=whole: (held.append(prefetcher._lock._is_owned()), whole())[1]  # noqa: E731
+            monkeypatch.setattr(prefetcher, method, seen)
+        assert {"num_batches", "prefetch_depths", "queue_mean_depths"} <= set(prefetcher.snapshot())
+        assert held == [True, True, True] and not prefetcher._lock._is_owned()
+
+
 def test_batch_stats_wait_for_nobody() -> None:
     """Neither a writer at work nor a dispatch that holds the lock makes `get_batch_stats` wait."""
     read: list[int] = []

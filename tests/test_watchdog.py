@@ -93,6 +93,7 @@ def test_waiting_for_slow_work_within_its_limit_is_no_stall(clock: Clock) -> Non
             clock.passes(6.0)  # between two pieces of work
             assert find_stall(supervisor, 10.0) is None
             with supervisor.busy("target 0", 1):
+                assert supervisor.idle_s == 0.0  # beginning counts, also for the limits of waits
                 clock.passes(9.5)
                 assert find_stall(supervisor, 10.0) is None
 
