@@ -192,7 +192,7 @@ def test_a_stall_is_an_error_that_names_the_place() -> None:
             channel.put(2)
         buffer: ReorderBuffer[int] = ReorderBuffer("ready buffer", 3, supervisor, timeout_s=0.1)
         buffer.put(4, 4)
-        with pytest.raises(StageError, match=r"ready buffer \(batch 3\)"):
+        with pytest.raises(StageError, match=r"ready buffer \(position 3\)"):
             buffer.get()
 
 

@@ -1,7 +1,9 @@
 """Threads, queues and the prefetcher of a cell. Standard library only; knows nothing of models or files."""
 
-from dflash_core.pipeline.channel import ByteBudget, Channel, Closed, ReorderBuffer
+from dflash_core.pipeline.budget import ByteBudget
+from dflash_core.pipeline.channel import Channel, ChannelStats, Closed
 from dflash_core.pipeline.prefetcher import BatchPrefetcher, Loaded, PrefetchSettings
+from dflash_core.pipeline.reorder import ReorderBuffer, ReorderStats
 from dflash_core.pipeline.threads import Stopped, Supervisor
 from dflash_core.pipeline.watchdog import watchdog
 
@@ -9,10 +11,12 @@ __all__ = [
     "BatchPrefetcher",
     "ByteBudget",
     "Channel",
+    "ChannelStats",
     "Closed",
     "Loaded",
     "PrefetchSettings",
     "ReorderBuffer",
+    "ReorderStats",
     "Stopped",
     "Supervisor",
     "watchdog",

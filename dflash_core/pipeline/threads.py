@@ -1,7 +1,7 @@
 """The one place that starts threads, and the one that ends them.
 
 A `Supervisor` owns every thread of a cell. The first failure, in whichever thread, is kept and stops all; the train
-loop meets it at its next wait. Thread bodies are plain functions that get all they touch as arguments. They run in a
+loop meets it at its next hand-over. Thread bodies are plain functions that get all they touch as arguments. They run in a
 copy of the starter's context, so that log handlers bound to it (Prefect's are) receive their lines.
 
 The supervisor also knows what every thread is doing: work that can take long stands inside `busy(stage, batch)`, and
@@ -14,15 +14,18 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from dflash_core.errors import DFlashError, StageError
 
 log = logging.getLogger(__name__)
+# A waiter that nobody wakes looks by itself this often: for a stop, and for a notification that was lost.
 POLL_S = 0.05
+# A timed wait that ends this much too late means that the whole process stood still.
+PAUSE_S = 1.0
+# Under this name an exception carries the number of the batch at which it was raised.
+BATCH_KEY = "_dflash_batch"
 
 
 class Stopped(Exception):
@@ -37,9 +40,8 @@ def start_thread(name: str, body: Callable[..., None], *args: Any) -> threading.
     return thread
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """What a thread is at: work on a batch (`working`), or a wait for something. `since` is a monotonic time.
+class Activity(NamedTuple):
+    """What a thread is at: work on a batch (`working`), or a wait for something. `since` is a time of `Supervisor.now`.
 
     `patience` stretches the time after which the work counts as stuck: whoever waits for others must outlast them.
     """
@@ -52,6 +54,26 @@ class Activity:
     patience: float = 1.0
 
 
+class Busy:
+    """What `Supervisor.busy` gives; a class, because a generator would cost several times as much."""
+
+    __slots__ = ("_batch", "_outer", "_patience", "_stage", "_supervisor")
+
+    def __init__(self, supervisor: Supervisor, stage: str, batch: int | None, patience: float) -> None:
+        self._supervisor, self._stage, self._batch, self._patience = supervisor, stage, batch, patience
+
+    def __enter__(self) -> None:
+        supervisor = self._supervisor
+        now = supervisor.progressed()
+        name = threading.current_thread().name
+        self._outer = supervisor._enter(Activity(name, self._stage, self._batch, now, True, self._patience))
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:  # the innermost work names it, see `guard`
+            error.__dict__.setdefault(BATCH_KEY, self._batch)
+        self._supervisor._leave(self._outer)
+
+
 class Supervisor:
     """Starts, watches, stops and joins threads.
 
@@ -60,11 +82,14 @@ class Supervisor:
 
     def __init__(self, name: str, join_timeout_s: float = 5.0) -> None:
         self.name = name
+        self.owner = threading.current_thread()
         self._join_timeout_s = join_timeout_s
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._failure: DFlashError | None = None
-        self._last_progress = time.monotonic()
+        self._failed_at: float | None = None
+        self._paused_s, self._paused_until = 0.0, 0.0
+        self._last_progress = self.now()
         self._activities: dict[int, Activity] = {}
         self._join_deadline: float | None = None
         self._threads: list[threading.Thread] = []
@@ -78,27 +103,66 @@ class Supervisor:
         """The first failure, or None."""
         return self._failure
 
-    def start(self, stage: str, body: Callable[..., None], *args: Any) -> None:
-        """Run `body(*args)` in a new thread; what it raises becomes a `StageError` of `stage`."""
-        self._threads.append(start_thread(f"{self.name}/{stage}", self._run, stage, body, args))
+    @property
+    def failed_at(self) -> float | None:
+        """When the first failure came, as `now`."""
+        return self._failed_at
 
-    def _run(self, stage: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def now(self) -> float:
+        """Monotonic seconds, without those in which the whole process stood still (SIGSTOP, a frozen machine)."""
+        return time.monotonic() - self._paused_s
+
+    def notice_pause(self, before: float, expected_s: float) -> None:
+        """Called after a timed wait of `expected_s` that began at the monotonic time `before`: was it far too long?
+
+        Time in which nobody ran is nobody's stall. Many threads see the same pause; it is counted once.
+        """
+        after = time.monotonic()
+        if after - before - expected_s < PAUSE_S:
+            return
+        with self._lock:
+            began = max(before + expected_s, self._paused_until)
+            if after > began:
+                self._paused_s += after - began
+                self._paused_until = after
+
+    def start(self, stage: str, body: Callable[..., None], *args: Any, done: Callable[[], bool] | None = None) -> None:
+        """Run `body(*args)` in a new thread; what it raises becomes a `StageError` of `stage`.
+
+        `done` is asked when the body returns before a stop: if it says no, the stage has ended without doing its work, which
+        is a failure too. Without `done` the stage may end when it likes.
+        """
+        self._threads.append(start_thread(f"{self.name}/{stage}", self.guard, stage, body, args, done))
+
+    def guard(self, stage: str, body: Callable[..., None], args: tuple[Any, ...], done: Callable[[], bool] | None = None) -> None:
+        """Run `body(*args)` here as the top of a thread: nothing that it raises gets lost, SystemExit included."""
         try:
             body(*args)
+            if not self.stopping and done is not None and not done():
+                self.fail(StageError(stage, None, "it ended before its work was done"))
         except Stopped:
-            pass
-        except DFlashError as error:
-            self.fail(error if isinstance(error, StageError) else StageError(stage, None, error))
+            if not self.stopping:
+                self.fail(StageError(stage, None, "it ended although nobody asked it to stop"))
+        except StageError as error:
+            self.fail(error)
         except BaseException as error:  # noqa: BLE001 - top of a thread: nothing may vanish here
-            self.fail(StageError(stage, None, error))
+            self.fail(StageError(stage, error.__dict__.get(BATCH_KEY), error))
 
     def fail(self, error: DFlashError) -> None:
-        """Record the first failure and stop everything."""
+        """Keep the first failure, stop everything, and log it."""
+        if self.keep_failure(error):
+            log.error("%s", error, exc_info=error.__cause__)
+
+    def keep_failure(self, error: DFlashError) -> bool:
+        """As `fail`, without writing the first failure to the log; returns whether it was the first."""
         with self._lock:
-            if self._failure is None:
-                self._failure = error
-                log.error("%s", error, exc_info=error.__cause__)
+            first = self._failure is None
+            if first:
+                self._failure, self._failed_at = error, self.now()
         self._stop.set()
+        if not first:
+            log.debug("after the first failure: %s", error, exc_info=error.__cause__)
+        return first
 
     def stop(self) -> None:
         """Ask all threads to end; does not wait."""
@@ -111,60 +175,78 @@ class Supervisor:
         if self._stop.is_set():
             raise Stopped
 
-    def wait_for(self, condition: threading.Condition, ready: Callable[[], bool], timeout_s: float, what: str) -> float:
+    def wait_for(
+        self, condition: threading.Condition, ready: Callable[[], bool], timeout_s: float, what: str, batch: int | None = None
+    ) -> float:
         """Wait, with `condition` held, until `ready()`; returns the seconds waited.
+
+        A stop comes before everything else: after the first failure no stage takes up new work.
 
         Raises:
             Stopped: a stop was asked for.
-            StageError: nothing happened for `timeout_s`; `what` says what was waited for.
+            StageError: nothing happened in the whole cell for `timeout_s`; `what` (and `batch`) say what was waited for.
         """
+        if self._stop.is_set():
+            raise Stopped
         if ready():
-            self._last_progress = time.monotonic()  # whoever got what it waited for: the cell is alive
+            self.pass_by()
             return 0.0
-        started = time.monotonic()
-        thread = threading.get_ident()
-        outer = self._activities.get(thread)
-        self._activities[thread] = Activity(threading.current_thread().name, what, None, started, working=False)
+        started = self.now()
+        outer = self._enter(Activity(threading.current_thread().name, what, batch, started, working=False))
         try:
             while not ready():
                 if self._stop.is_set():
                     raise Stopped
-                if time.monotonic() - max(started, self._last_progress) > timeout_s:
-                    raise StageError(what, None, f"no progress for {timeout_s:.0f} s")
+                if self.now() - max(started, self._last_progress) > timeout_s:
+                    raise StageError(what, batch, f"no progress for {timeout_s:.1f} s")
+                before = time.monotonic()
                 condition.wait(POLL_S)
+                self.notice_pause(before, POLL_S)
         finally:
-            if outer is None:
-                self._activities.pop(thread, None)
-            else:
-                self._activities[thread] = outer
-        self._last_progress = time.monotonic()
+            self._leave(outer)
         return self._last_progress - started
 
-    @contextmanager
-    def busy(self, stage: str, batch: int | None = None, patience: float = 1.0) -> Iterator[None]:
-        """Say that this thread works on something while inside; leaving it counts as progress."""
+    def busy(self, stage: str, batch: int | None = None, patience: float = 1.0) -> Busy:
+        """Say that this thread works on something while inside. Beginning and ending it both count as progress."""
+        return Busy(self, stage, batch, patience)
+
+    def _enter(self, activity: Activity) -> Activity | None:
+        """Replace what this thread is at; returns what it was."""
         thread = threading.get_ident()
         outer = self._activities.get(thread)
-        self._activities[thread] = Activity(
-            threading.current_thread().name, stage, batch, time.monotonic(), working=True, patience=patience
-        )
-        try:
-            yield
-        finally:
-            self._last_progress = time.monotonic()
-            if outer is None:
-                self._activities.pop(thread, None)
-            else:
-                self._activities[thread] = outer
+        self._activities[thread] = activity
+        return outer
+
+    def _leave(self, outer: Activity | None) -> None:
+        now, thread = self.progressed(), threading.get_ident()
+        if outer is None:
+            self._activities.pop(thread, None)
+        else:  # what was inside has moved, so what is around it has too
+            self._activities[thread] = outer._replace(since=now)
+
+    def progressed(self) -> float:
+        """Say that something moved; returns `now`."""
+        self._last_progress = now = self.now()
+        return now
+
+    def pass_by(self) -> None:
+        """What a wait does that has what it waits for: it counts as progress, and a stop comes first."""
+        if self._stop.is_set():
+            raise Stopped
+        self._last_progress = self.now()
 
     def activities(self) -> list[Activity]:
         """What the threads are at now, the longest first."""
         return sorted(self._activities.copy().values(), key=lambda activity: activity.since)
 
+    def unaccounted(self) -> list[threading.Thread]:
+        """Living threads of the cell that say neither what they work at nor what they wait for, the owner first."""
+        return [t for t in (self.owner, *self._threads) if t.is_alive() and t.ident not in self._activities]
+
     @property
     def idle_s(self) -> float:
-        """Seconds since anything was got or finished anywhere in the cell."""
-        return time.monotonic() - self._last_progress
+        """Seconds since anything was got, begun or finished anywhere in the cell."""
+        return self.now() - self._last_progress
 
     def sleep(self, seconds: float) -> bool:
         """Sleep, or return True at once when a stop is asked for."""
@@ -187,4 +269,4 @@ class Supervisor:
         if left:
             log.error("threads that did not end: %s", ", ".join(left))
             if error is None and self._failure is None:
-                raise StageError(left[0], None, "the thread did not end when asked to")
+                raise StageError(", ".join(left), None, "it did not end when asked to")
