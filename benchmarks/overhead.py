@@ -21,7 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch import Tensor
 from dflash_core import experiment as root
 from dflash_core.experiment import ExperimentConfig
 from dflash_core.model.target import FrozenTarget
-from dflash_core.training.assembly import CellParts, make_trainer
+from dflash_core.training.assembly import CellParts, load_target, make_trainer
 from dflash_core.training.cell import run_cell
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.job import TrainingJob
@@ -72,15 +72,17 @@ CASES = [
 ]
 
 
-class StandInTarget(FrozenTarget):
-    """The micro target, whose forward pass is a sleep; its states are made once."""
+class StandInTarget:
+    """The tiny target's figures and embedding around a forward pass that is a sleep."""
 
-    case: Case
+    def __init__(self, real: FrozenTarget, case: Case) -> None:
+        self.layer_ids, self.shape, self.device = real.layer_ids, real.shape, real.device
+        self.embedding_VH, self.head_VH = real.embedding_VH, real.head_VH
+        self.case = case
 
     def features(self, input_ids_BS: Tensor, *rest: Any, **more: Any) -> Tensor:
         time.sleep(self.case.lock_step_ms / 1e3 + input_ids_BS.numel() * self.case.target_us / 1e6)
-        states = torch.ones(1, dtype=self.model.dtype)
-        return states.expand(*input_ids_BS.shape, len(self.layer_ids) * self.shape.hidden_size)
+        return torch.ones(1).expand(*input_ids_BS.shape, len(self.layer_ids) * self.shape.hidden_size)
 
 
 class StandInTrainer(DraftTrainer):
@@ -101,9 +103,7 @@ def stand_ins(case: Case) -> CellParts:
     """Parts of a cell for one case."""
 
     def load(job: TrainingJob, device: str) -> FrozenTarget:
-        target = StandInTarget(job.target_folder, job.spec.target_layer_ids, "float32", "sdpa", device)
-        target.case = case
-        return target
+        return cast(FrozenTarget, StandInTarget(load_target(job, device), case))
 
     def trainer(job: TrainingJob, group: CellGroup, device: str, target: FrozenTarget, num_steps: int) -> DraftTrainer:
         made = make_trainer(job, group, device, target, num_steps)

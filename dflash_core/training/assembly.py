@@ -130,7 +130,8 @@ def build_cell(
     for number, device in enumerate(devices.targets):
         queue = prefetcher.queues[number]
         on_event = partial(log_event, sink, group.rank)
-        supervisor.start(f"target {number}", run_target, targets[device], number, queue, ready, supervisor, on_event)
+        parts_of_it = (targets[device], number, queue, ready, supervisor, on_event)
+        supervisor.start(f"target {number}", run_target, *parts_of_it, done=queue.is_drained)
     return Cell(job, group, supervisor, plan, trained, trainer, prefetcher, ready, monitor, writer, sink, first_step)
 
 

@@ -19,6 +19,7 @@ import torch
 from dflash_core.data import Dataset
 from dflash_core.errors import EXIT_TRAINING_FAILED, CellLostError, ConfigError, DFlashError, StoppedBySignal
 from dflash_core.pipeline import Stopped, Supervisor, watchdog
+from dflash_core.pipeline.threads import start_thread
 from dflash_core.training.assembly import CellParts, build_cell
 from dflash_core.training.checkpoint import newest_checkpoint
 from dflash_core.training.devices import CellDevices, cell_devices
@@ -114,7 +115,7 @@ def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopReq
 
 def _give_up(job: TrainingJob, group: CellGroup, error: DFlashError) -> None:
     """End this process at once: some thread hears nothing any more, and the other cells must not wait for it."""
-    _record_failure(job, group, error)
+    start_thread("last words", _record_failure, job, group, error).join(2.0)  # a dead disk must not hold this up
     sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
     sys.stderr.flush()
     os._exit(EXIT_TRAINING_FAILED)

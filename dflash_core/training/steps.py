@@ -36,7 +36,9 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
             cell.supervisor.check()
             stopping = row.pop("stop")
             waits = {"data_wait_s": cell.monitor.mean_target_idle_s() - idle, "target_wait_s": totals.target_wait_s}
-            _log_step(cell, outline, totals, {**row, **waits, "step_s": time.monotonic() - started, "log_s": cell.log_s})
+            row |= {**waits, "step_s": time.monotonic() - started, "log_s": cell.log_s}
+            with cell.supervisor.busy("metrics"):
+                _log_step(cell, outline, totals, row)
             next_step = outline.step + 1
             if next_step % job.train.checkpoint_every == 0:
                 _checkpoint(cell, next_step)
