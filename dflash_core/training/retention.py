@@ -85,8 +85,8 @@ class Retention:
             score: of the checkpoint of a step, the higher the better; None where there is none. The older of two equals is
                 the better one.
 
-        A damaged checkpoint counts for nothing, so a good one stays in its stead; it is neither kept nor to go, because what
-        is not understood is left for somebody to look at.
+        A damaged checkpoint that would be kept counts for nothing, so a good one stays in its stead. It does not go either,
+        for it may be that it only could not be read now; it goes with its age, like the others.
         """
         kept: set[int] = set()
         damaged: set[int] = set()
