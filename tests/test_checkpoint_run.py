@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,12 +17,15 @@ import torch
 
 from dflash_core import experiment as root
 from dflash_core.errors import StageError
+from dflash_core.pipeline import Supervisor
 from dflash_core.training import checkpoint_writer
 from dflash_core.training import loop as loop_module
 from dflash_core.training.checkpoint import check_checkpoint
+from dflash_core.training.checkpoint_writer import CheckpointWriter
 from dflash_core.training.hashed_file import HashedFile
+from dflash_core.training.retention import Retention
 from dflash_core.training.run_folder import RunFolder
-from tests.test_checkpoint_files import a_file, flip_in, names
+from tests.test_checkpoint_files import a_file, flip_in, names, trained
 from tests.test_training_run import assert_same_run, rows, start, train, train_until_it_breaks
 
 KEEP_ALL = "train.keep_last=9"
@@ -188,3 +192,27 @@ def test_a_disk_that_cannot_keep_up_makes_the_loop_wait(micro_experiment: Path, 
     assert max(alive) == 2 and len(alive) == 6
     assert list(scores(run_dir)) == [1, 2, 3, 4, 5, 6]
     assert max(event["wait_s"] for event in events(run_dir, "checkpoint_begin")) > 0
+
+
+def test_a_snapshot_that_waits_is_written_though_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    real = checkpoint_writer.CheckpointStore.write
+
+    def write_when_told(self: Any, snapshot: Any) -> Any:
+        assert held.wait(10)
+        return real(self, snapshot)
+
+    monkeypatch.setattr(checkpoint_writer.CheckpointStore, "write", write_when_told)
+    draft, optimizer = trained()
+    with Supervisor("test") as supervisor:
+        earlier = tmp_path / "step-000001"
+        writer = CheckpointWriter(tmp_path, Retention(9), supervisor, lambda *_, **__: None, earlier)
+        assert writer.last_written == earlier
+        writer.save(2, draft, optimizer, {})
+        writer.save(3, draft, optimizer, {})
+        supervisor.stop()
+        held.set()
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+    assert writer.last_written == tmp_path / "step-000003"
+    for folder in tmp_path.iterdir():
+        check_checkpoint(folder)
