@@ -111,6 +111,8 @@ def test_a_later_checkpoint_that_was_passed_over_does_not_push_out_new_ones(tmp_
     (tmp_path / "step-1000000" / "state.json").write_text("{")
     assert write_scored(tmp_path, Retention(1), {500: None}) == [500]
     assert names(tmp_path) == ["step-000500", "step-1000000"]
+    assert write_scored(tmp_path, Retention(1), {300: None}) == [300]  # whole or not, a later one is none of its business
+    assert names(tmp_path) == ["step-000300", "step-000500", "step-1000000"]
     # The older ones are not worth reading: what is kept by its step alone is never looked at.
     flip_in("optimizer.pt")(tmp_path / "step-000500")
     assert write_scored(tmp_path, Retention(1, keep_every=500), {600: None}) == [500, 600]

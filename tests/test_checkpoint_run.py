@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from dflash_core import experiment as root
+from dflash_core.analysis.checkpoints import checkpoint_rows, checkpoints_of, step_times
+from dflash_core.analysis.runs import load_run
 from dflash_core.errors import StageError
 from dflash_core.pipeline import Supervisor
 from dflash_core.training import checkpoint_writer
@@ -85,6 +87,15 @@ def test_events_tell_when_a_checkpoint_begins_and_what_it_became(micro_experimen
     assert names(run_dir / "checkpoints") == ["step-000004", "step-000008", "step-000010"]
     size = sum(path.stat().st_size for path in (run_dir / "checkpoints" / "step-000010").iterdir())
     assert ended[-1]["num_bytes"] == size
+    # The analysis finds them, and the steps that were trained while they were written.
+    analysed = checkpoint_rows(load_run(run_dir))
+    assert [(row["step"], row["num_bytes"]) for row in analysed] == [(event["step"], event["num_bytes"]) for event in ended]
+    assert {int(step) for step in np.flatnonzero(step_times(load_run(run_dir), checkpoints_of(load_run(run_dir))).overlaps)} >= {
+        2,
+        4,
+        6,
+        8,
+    }
 
 
 def test_the_best_checkpoint_stays_and_skipped_steps_have_no_part_in_it(
