@@ -83,7 +83,7 @@ def test_a_row_per_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_an_attempt_left_unfinished_or_trained_again_does_not_count(tmp_path: Path) -> None:
-    folder, _ = timed_run(tmp_path / "run", 0.0)
+    folder, _ = timed_run(tmp_path / "run", 0.0, write_s=0.9)
     events = rows(folder, "events")
     # Killed while the checkpoint of step 100 was written, resumed from 80.
     killed = [event for event in events if (event["step"], event["kind"]) < (100, "checkpoint_end")]

@@ -22,7 +22,7 @@ from dflash_core.errors import StageError
 from dflash_core.pipeline import Supervisor
 from dflash_core.training import checkpoint_writer
 from dflash_core.training import loop as loop_module
-from dflash_core.training.checkpoint import check_checkpoint
+from dflash_core.training.checkpoint import check_checkpoint, restore
 from dflash_core.training.checkpoint_writer import CheckpointWriter
 from dflash_core.training.hashed_file import HashedFile
 from dflash_core.training.retention import Retention
@@ -227,3 +227,30 @@ def test_a_snapshot_that_waits_is_written_though_the_run_stops(tmp_path: Path, m
     assert writer.last_written == tmp_path / "step-000003"
     for folder in tmp_path.iterdir():
         check_checkpoint(folder)
+
+
+def test_each_checkpoint_is_of_its_own_step_and_finish_waits_for_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is used again, but never that of a snapshot which is not on disk yet."""
+    real = checkpoint_writer.CheckpointStore.write
+
+    def slow(self: Any, snapshot: Any) -> Any:
+        checkpoint_writer.time.sleep(0.05)
+        return real(self, snapshot)
+
+    monkeypatch.setattr(checkpoint_writer.CheckpointStore, "write", slow)
+    draft, optimizer = trained()
+    with Supervisor("test") as supervisor:
+        writer = CheckpointWriter(tmp_path, Retention(9), supervisor, lambda *_, **__: None)
+        for step in range(1, 6):
+            with torch.no_grad():
+                draft.fc.weight.fill_(step)
+            optimizer.state[draft.fc.weight]["exp_avg"].fill_(step)
+            writer.save(step, draft, optimizer, {})
+        writer.finish()
+        assert names(tmp_path) == [f"step-{step:06d}" for step in range(1, 6)]
+    for step in range(1, 6):
+        other, other_optimizer = trained()
+        restore(tmp_path / f"step-{step:06d}", other, other_optimizer)
+        assert (other.fc.weight == step).all() and (other_optimizer.state[other.fc.weight]["exp_avg"] == step).all()
