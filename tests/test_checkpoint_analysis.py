@@ -72,6 +72,13 @@ def test_a_planted_slowdown_is_found_and_none_is_not_made_up(tmp_path: Path) -> 
         assert 3 < found["other_slowdown_max"] < 5  # the steps that something else happened to
 
 
+def test_steps_that_overlap_a_checkpoint_are_no_measure_of_themselves(tmp_path: Path) -> None:
+    """Not even where they are the larger part."""
+    folder, overlap = timed_run(tmp_path / "run", 0.3, every=3, write_s=0.8)
+    assert len(overlap) > 110
+    assert summary(folder)["checkpoint_slowdown"] == pytest.approx(0.32, abs=0.06)
+
+
 def test_a_row_per_checkpoint(tmp_path: Path) -> None:
     folder, overlap = timed_run(tmp_path / "run", 0.5, write_s=0.9)
     found = checkpoint_rows(load_run(folder))
