@@ -138,7 +138,7 @@ def write_run(folder: Path, fake: FakeRun, dataset: Path | None = None) -> Path:
     write_jsonl(folder / "metrics" / "steps.jsonl", step_rows(folder.name, fake, batches, rng))
     write_jsonl(
         folder / "metrics" / "events.jsonl",
-        [{"run_id": folder.name, "attempt": 0, "time": 1.77e9, "step": 0, "kind": "checkpoint"}],
+        checkpoint_events(folder.name, fake),
     )
     if fake.evals:
         write_jsonl(folder / "metrics" / "evals.jsonl", eval_rows(folder.name, fake))
@@ -235,6 +235,18 @@ def step_rows(run_id: str, fake: FakeRun, batches: list[dict[str, Any]], rng: Ge
                 "skipped": False,
             }
         )
+    return rows
+
+
+def checkpoint_events(run_id: str, fake: FakeRun) -> list[dict[str, Any]]:
+    """A checkpoint every 20 steps, written during the two steps behind it."""
+    rows = []
+    for step in range(20, fake.num_steps + 1, 20):
+        base = {"run_id": run_id, "attempt": 0, "step": step, "cell": 0}
+        time = 1.77e9 + (step - 1) * 0.5  # of the row of the step before
+        began = {"kind": "checkpoint_begin", "time": time + 0.01, "snapshot_s": 0.01, "wait_s": 0.0}
+        ended = {"kind": "checkpoint_end", "time": time + 0.8, "write_s": 0.78, "num_bytes": 10_000_000}
+        rows += [{**base, **began}, {**base, **ended, "folder": f"step-{step:06d}", "kept": [step]}]
     return rows
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_core.analysis import plots
+from dflash_core.analysis.checkpoints import checkpoint_rows
 from dflash_core.analysis.compare import comparison_rows, estimates
 from dflash_core.analysis.order import run_length_rows
 from dflash_core.analysis.report import Report, to_html, to_markdown
@@ -41,6 +42,7 @@ SORTED_BY = {
     "run_lengths": ["run_id", "level", "bucket", "run_length"],
     "bucket_stats": ["run_id", "bucket"],
     "grad_norms": ["run_id", "group"],
+    "checkpoints": ["run_id", "step", "attempt"],
     "comparisons": ["metric", "run_a", "run_b"],
 }
 
@@ -53,7 +55,7 @@ def analyze_runs(
     dataset_dir: Path | None = None,
     allow_different: bool = False,
 ) -> dict[str, Any]:
-    """Compare runs: five Parquet tables, `report.html`, `report.md`, and `manifest.json`, which is written last.
+    """Compare runs: six Parquet tables, `report.html`, `report.md`, and `manifest.json`, which is written last.
 
     The first run is the one that the report compares the others with. Metrics of runs that have ended are compacted to
     Parquet in their folders.
@@ -104,6 +106,7 @@ def _all_rows(runs: Sequence[Run], config: AnalyzeConfig) -> dict[str, list[dict
         rows["run_lengths"] += run_length_rows(run)
         rows["bucket_stats"] += bucket_rows(run)
         rows["grad_norms"] += norms
+        rows["checkpoints"] += checkpoint_rows(run)
         found[run.run_id] = estimates(run, row, norms[0], series_rng)
     rows["comparisons"] = comparison_rows(found)
     return rows

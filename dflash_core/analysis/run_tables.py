@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.random import Generator
 
+from dflash_core.analysis.checkpoints import checkpoint_summary
 from dflash_core.analysis.order import order_summary
 from dflash_core.analysis.reader import matrix, numbers
 from dflash_core.analysis.runs import Run
@@ -66,6 +67,7 @@ def run_row(run: Run, rng: Generator) -> dict[str, Any]:
         "acceptance_length_untrained": acceptance(run, "untrained"),
         "lossless": manifest.get("lossless"),
         **order_summary(run, rng),
+        **checkpoint_summary(run, rng.spawn(1)[0]),
         "grad_norm_median": float(np.median(finite_norm)) if len(finite_norm) else None,
         "grad_norm_p95": float(np.quantile(finite_norm, 0.95)) if len(finite_norm) else None,
         "tokens_per_s": _ratio(total["num_tokens"], seconds["step"]),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import exp, isinf, isnan
 from typing import Any
 
+from dflash_core.analysis.checkpoints import checkpoint_line
 from dflash_core.analysis.compare import excludes_zero, find
 from dflash_core.analysis.runs import Run, config_differences
 
@@ -85,6 +86,7 @@ def summary_lines(runs: Sequence[Run], rows: Sequence[Row], comparisons: Sequenc
     if len(rows) <= FEW_RUNS:
         lines += [_order_line(row) for row in rows]
         lines += [line for line in (_acceptance_line(row) for row in rows) if line]
+        lines += [line for line in (checkpoint_line(row) for row in rows) if line]
         for other in rows[1:]:
             lines += _difference_lines(rows[0], other, comparisons)
     else:

@@ -64,7 +64,9 @@ TABLES: dict[str, pa.Schema] = {
         step_quota_deviation=_float, mean_buckets_per_step=_float, cell_cost_spread=_float, step_efficiency=_float,
         grad_norm_median=_float, grad_norm_p95=_float, tokens_per_s=_float, anchors_per_s=_float, data_wait_share=_float,
         target_wait_share=_float, draft_share=_float, train_s=_float, created=_time, finished=_time, dataset=_text,
-        dataset_fingerprint=_text, target=_text, git_commit=_text, checkpoint=_text,
+        dataset_fingerprint=_text, target=_text, git_commit=_text, checkpoint=_text, num_checkpoints=_int,
+        checkpoint_steps=_int, checkpoint_slowdown=_float, checkpoint_slowdown_low=_float, checkpoint_slowdown_high=_float,
+        checkpoint_slowdown_max=_float, other_slowdown_max=_float,
     ),
     "run_lengths": _schema(run_id=_text, level=_text, bucket=_int, run_length=_int, count=_int),
     "bucket_stats": _schema(
@@ -76,6 +78,10 @@ TABLES: dict[str, pa.Schema] = {
         run_id=_text, group=_text, long_share_low=_float, long_share_high=_float, num_steps=_int, num_nonfinite=_int,
         mean=_float, sd=_float, p05=_float, p25=_float, p50=_float, p75=_float, p95=_float, p99=_float, max=_float, mad=_float,
         num_spikes=_int, clip_share=_float,
+    ),
+    "checkpoints": _schema(
+        run_id=_text, attempt=_int, step=_int, snapshot_s=_float, wait_s=_float, write_s=_float, num_bytes=_int, num_steps=_int,
+        slowdown=_float,
     ),
     "comparisons": _schema(
         metric=_text, run_a=_text, run_b=_text, value_a=_float, value_b=_float, difference=_float, ci_low=_float, ci_high=_float,

@@ -6,7 +6,9 @@ Checkpoints and exports hold the same folder, so that what is trained is what is
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,14 +21,39 @@ from dflash_core.model.spec import DraftSpec
 from dflash_core.provenance import write_atomically, write_json
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def save_draft(folder: Path, spec: DraftSpec, tensors: dict[str, Tensor]) -> None:
     """Write the two files of a draft. `tensors` is a state dict on the CPU, all of one number format."""
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_atomically(folder / WEIGHTS_FILE, save(contiguous, metadata={"format": "pt"}))
-    write_json(folder / CONFIG_FILE, spec.to_hf_config(dtype))
+    write_json(folder / CONFIG_FILE, draft_config(spec, tensors))
+
+
+def draft_config(spec: DraftSpec, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The content of `config.json`."""
+    return spec.to_hf_config(str(next(iter(tensors.values())).dtype).removeprefix("torch."))
+
+
+def weight_pieces(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The content of `model.safetensors` piece by piece, byte for byte what `save_draft` writes.
+
+    The library's `save` copies everything and holds the interpreter lock while it does: training would stand still for
+    seconds per GB. Here the pieces are the tensors' own memory. Format: the length of the header as 8 bytes, the header (JSON,
+    padded with spaces to a multiple of 8), the tensors without gaps, in the order of their names.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": FORMATS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in sorted(tensors):
+        yield tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def load_draft(folder: Path) -> DFlashDraft:

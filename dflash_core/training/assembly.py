@@ -20,13 +20,15 @@ from dflash_core.model.target import FrozenTarget
 from dflash_core.pipeline import BatchPrefetcher, PrefetchSettings, ReorderBuffer, Supervisor
 from dflash_core.provenance import digest_json, provenance, write_json
 from dflash_core.records import PlannedBatch
-from dflash_core.training.checkpoint import CheckpointWriter, newest_checkpoint, restore
+from dflash_core.training.checkpoint import newest_checkpoint, restore
+from dflash_core.training.checkpoint_writer import CheckpointWriter
 from dflash_core.training.collate import Collator, batch_bytes
 from dflash_core.training.devices import CellDevices
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.job import TrainingJob
 from dflash_core.training.loop import DraftTrainer
 from dflash_core.training.monitor import Monitor
+from dflash_core.training.retention import Retention, checkpoint_folder
 from dflash_core.training.run_folder import identity_differences
 from dflash_core.training.schedule import RunPlan
 from dflash_core.training.target_loop import Ready, run_target
@@ -125,7 +127,7 @@ def build_cell(
         write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
     sink = _open_sinks(job, group, attempt, plan.num_steps)  # last of what can fail: from here on somebody closes it
     monitor = Monitor(prefetcher, ready, sink, group.rank, job.prefetch.stats_every_steps, supervisor)
-    writer = CheckpointWriter(job.run.checkpoints, job.train.keep_last, supervisor) if group.is_first else None
+    writer = _make_writer(job, first_step, partial(log_event, sink, group.rank), supervisor) if group.is_first else None
     prefetcher.start()
     for number, device in enumerate(devices.targets):
         queue = prefetcher.queues[number]
@@ -133,6 +135,12 @@ def build_cell(
         parts_of_it = (targets[device], number, queue, ready, supervisor, on_event)
         supervisor.start(f"target {number}", run_target, *parts_of_it, done=queue.is_drained)
     return Cell(job, group, supervisor, plan, trained, trainer, prefetcher, ready, monitor, writer, sink, first_step)
+
+
+def _make_writer(job: TrainingJob, first_step: int, on_event: Callable[..., None], supervisor: Supervisor) -> CheckpointWriter:
+    root = job.run.checkpoints
+    resumed_from = checkpoint_folder(root, first_step) if first_step else None
+    return CheckpointWriter(root, Retention.from_config(job.train), supervisor, on_event, resumed_from)
 
 
 def wait_limit_s(job: TrainingJob) -> float:

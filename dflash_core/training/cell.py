@@ -95,15 +95,15 @@ def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopReq
         _record_failure(job, group, error)
         raise
     done = next_step >= cell.plan.num_steps
-    folder = newest_checkpoint(job.run.checkpoints)
     if group.is_first:
+        assert cell.writer is not None and cell.writer.last_written is not None
         measured = job.run.read_manifest().get("evaluation") or {}
         stale = {"acceptance_length": None, "lossless": None, "evaluation": None, "evaluation_digest": None}
         job.run.update_manifest(
             **(stale if measured.get("step") != next_step else {}),  # figures of an earlier checkpoint
             state="completed" if done else "stopped",
             num_steps=next_step,
-            checkpoint=str(folder[0].relative_to(job.run.path)) if folder else None,
+            checkpoint=str(cell.writer.last_written.relative_to(job.run.path)),
             finished=now(),
         )
     if not done:

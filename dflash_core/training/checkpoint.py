@@ -1,36 +1,43 @@
 """Checkpoints: everything a run needs to go on, written whole or not at all.
 
 A checkpoint `checkpoints/step-000100/` holds the draft in its serving format (`config.json`, `model.safetensors`), the
-optimizer (`optimizer.pt`), and `state.json` with the counters and the digests of the other files. The train loop takes
-a snapshot (a copy on the CPU) and goes on; one writer thread puts it on disk: temporary folder, fsync, rename.
-`state.json` is written last and names the digests, so a damaged folder is recognised and the one before is used.
+optimizer (`optimizer.pt`), and `state.json` with the counters, the score, the digests of the other files and one of itself.
+All is written into a hidden folder, digested on the way, brought to the disk, and gets its name by a rename at the end. So
+a damaged folder is recognised, and the one before is used.
 
-There is no random state to keep: plan and anchors are functions of the seed, and the draft has no dropout. The data
+There is no random state to keep. The order of the batches, the anchors and the initial weights are each drawn from a
+generator of their own, made from seed and epoch; the draft has no dropout; the learning rate is a function of the step.
+Nothing reads the global generators of `random`, numpy or torch (`tests/test_checkpoint_run.py` scrambles them). The data
 position is the number of the next step; nothing that was prefetched counts.
+
+The score of a checkpoint is the mean `expected_acceptance_length` of the steps since the one before, without those that were
+skipped: a rate over the last interval, as noisy as that, for `train.keep_best`.
 """
 
 from __future__ import annotations
 
-import io
+import json
 import logging
-import queue
-import shutil
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from dflash_core.errors import CheckpointError, DataError
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
-from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, load_draft, save_draft
-from dflash_core.pipeline import Supervisor
-from dflash_core.provenance import digest_file, read_json, sync_to_disk, write_atomically, write_json
+from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, draft_config, load_draft, weight_pieces
+from dflash_core.provenance import digest_file, digest_json, read_json, sync_to_disk
+from dflash_core.training.hashed_file import HashedFile
+from dflash_core.training.retention import WRITING, Retention, by_step, checkpoint_folder, hide, remove, step_of, sweep
 
 log = logging.getLogger(__name__)
 STATE_FILE, OPTIMIZER_FILE = "state.json", "optimizer.pt"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -42,82 +49,214 @@ class Snapshot:
     tensors: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     counters: dict[str, Any]
+    score: float | None = None
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, room: Any) -> Any:
+    """`value` with all tensors copied to the CPU; where `room` holds a tensor of the same kind, into that one."""
     if isinstance(value, torch.Tensor):
+        if isinstance(room, torch.Tensor) and room.shape == value.shape and room.dtype == value.dtype:
+            return room.copy_(value.detach())
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
+        known = room if isinstance(room, dict) else {}
+        return {key: _copied(inner, known.get(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(inner) for inner in value)
+        return type(value)(_copied(inner, None) for inner in value)
     return value
 
 
-def take_snapshot(next_step: int, draft: DFlashDraft, optimizer: torch.optim.Optimizer, counters: dict[str, Any]) -> Snapshot:
-    """Copy the state. On a GPU this waits for the step's kernels, so it is taken right after a step."""
-    return Snapshot(next_step, draft.spec, _copied(draft.state_dict()), _copied(optimizer.state_dict()), dict(counters))
+def take_snapshot(
+    next_step: int,
+    draft: DFlashDraft,
+    optimizer: torch.optim.Optimizer,
+    counters: dict[str, Any],
+    score: float | None = None,
+    room: Snapshot | None = None,
+) -> Snapshot:
+    """Copy the state. On a GPU this waits for the step's kernels, so it is taken right after a step.
+
+    `room` is an earlier snapshot that nobody needs any more; its memory is used again. Memory that is new costs several times
+    as much as the copy, because the system hands it out page by page.
+    """
+    tensors = _copied(draft.state_dict(), room and room.tensors)
+    state = _copied(optimizer.state_dict(), room and room.optimizer)
+    return Snapshot(next_step, draft.spec, tensors, state, dict(counters), score)
 
 
-def write_checkpoint(root: Path, snapshot: Snapshot, keep_last: int) -> Path:
-    """Write one checkpoint under `root` and drop the oldest beyond `keep_last`."""
-    root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob(".tmp-*"):
-        shutil.rmtree(leftover)
-    folder = root / f"step-{snapshot.next_step:06d}"
-    temporary = root / f".tmp-{folder.name}"
-    temporary.mkdir()
-    save_draft(temporary, snapshot.spec, snapshot.tensors)
-    buffer = io.BytesIO()
-    torch.save(snapshot.optimizer, buffer)
-    write_atomically(temporary / OPTIMIZER_FILE, buffer.getvalue())
-    digests = {name: digest_file(temporary / name) for name in (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE)}
-    state = {"schema_version": SCHEMA_VERSION, "next_step": snapshot.next_step, "digests": digests, "counters": snapshot.counters}
-    write_json(temporary / STATE_FILE, state)
-    sync_to_disk(temporary)
-    if folder.exists():  # a resumed run reaches the same step again with the same content
-        shutil.rmtree(folder)
-    temporary.rename(folder)
-    sync_to_disk(root)
-    # A folder of a later step is a damaged one that was passed over; it must not push out what was just written.
-    for old in [path for path in _by_step(root) if _step(path) <= snapshot.next_step][:-keep_last]:
-        shutil.rmtree(old)
-    return folder
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint on disk. `kept` are the steps whose checkpoints there are now."""
+
+    folder: Path
+    num_bytes: int
+    write_s: float
+    kept: list[int]
 
 
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+class CheckpointStore:
+    """The checkpoints of one run: writes them, drops what is not kept, and remembers which ones it has found whole."""
+
+    def __init__(self, root: Path, retention: Retention) -> None:
+        self.root, self.retention = root, retention
+        self._good: dict[int, bool] = {}
+        self._scores: dict[int, float | None] = {}
+
+    def write(self, snapshot: Snapshot) -> Written:
+        """Write one checkpoint and drop the others that are not kept.
+
+        Raises:
+            OSError: the disk is full, and the like. The earlier checkpoints are as they were, unless the new one is whole.
+        """
+        started = time.monotonic()
+        step, folder = snapshot.next_step, checkpoint_folder(self.root, snapshot.next_step)
+        self.root.mkdir(parents=True, exist_ok=True)
+        sweep(self.root)
+        temporary = folder.with_name(f"{WRITING}{folder.name}")
+        replaced = None
+        try:
+            num_bytes = _write_files(temporary, snapshot)
+            if folder.exists() or folder.is_symlink():  # a damaged one that was passed over
+                replaced = hide(folder)
+            temporary.rename(folder)
+        except BaseException:
+            if temporary.exists():
+                _try_to_remove(temporary)
+            raise
+        sync_to_disk(self.root)
+        if replaced is not None:
+            remove(replaced)
+        self._good[step], self._scores[step] = True, snapshot.score
+        return Written(folder, num_bytes, time.monotonic() - started, self._prune(step))
+
+    def _prune(self, newest: int) -> list[int]:
+        """Drop what is not kept; returns the steps that are. What is of a later step than `newest` is not looked at.
+
+        Such a folder is a damaged one that was passed over; it must not push out what was just written.
+        """
+        steps = [step for folder in by_step(self.root) if (step := step_of(folder)) <= newest]
+        kept, surplus = self.retention.surplus(steps, self._is_good, self._score)
+        hidden = [hide(checkpoint_folder(self.root, step)) for step in surplus]
+        if hidden:
+            sync_to_disk(self.root)
+        for folder in hidden:
+            remove(folder)
+        return kept
+
+    def _is_good(self, step: int) -> bool:
+        """Whether a checkpoint is whole. Those of an earlier process are read for it, once."""
+        if step not in self._good:
+            try:
+                check_checkpoint(checkpoint_folder(self.root, step))
+                self._good[step] = True
+            except CheckpointError as error:
+                log.warning("checkpoint not counted: %s", error)
+                self._good[step] = False
+        return self._good[step]
+
+    def _score(self, step: int) -> float | None:
+        if step not in self._scores:
+            try:
+                self._scores[step] = read_state(checkpoint_folder(self.root, step))["score"]
+            except CheckpointError:
+                self._scores[step] = None
+        return self._scores[step]
 
 
-def _by_step(root: Path) -> list[Path]:
-    """Checkpoint folders in the order of their steps; as text, step-1000000 would come before step-999999."""
-    return sorted((path for path in root.glob("step-*") if path.name[5:].isdigit() and path.is_dir()), key=_step)
+def _try_to_remove(folder: Path) -> None:
+    try:
+        remove(folder)
+    except OSError as error:  # what went wrong before is what the user must see; the next write sweeps this up
+        log.warning("%s: could not be removed: %s", folder, error)
 
 
-def check_checkpoint(folder: Path) -> dict[str, Any]:
-    """The content of `state.json`, after comparing all digests.
+def _write_files(folder: Path, snapshot: Snapshot) -> int:
+    """Write the files of a checkpoint and bring them to the disk; returns the number of bytes."""
+    folder.mkdir()
+    written: dict[str, HashedFile] = {}
+
+    def put(name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        with HashedFile(folder / name) as file:
+            for piece in pieces:
+                file.write(piece)
+        written[name] = file
+
+    put(CONFIG_FILE, [_text(draft_config(snapshot.spec, snapshot.tensors))])
+    put(WEIGHTS_FILE, weight_pieces(snapshot.tensors))
+    with HashedFile(folder / OPTIMIZER_FILE) as file:
+        _save_optimizer(snapshot.optimizer, file)
+    written[OPTIMIZER_FILE] = file
+    state: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "next_step": snapshot.next_step,
+        "score": snapshot.score,
+        "counters": snapshot.counters,
+        "digests": {name: file.digest for name, file in written.items()},
+    }
+    state["digest"] = digest_json(state)
+    put(STATE_FILE, [_text(state)])
+    sync_to_disk(folder)
+    return sum(file.num_bytes for file in written.values())
+
+
+def _text(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _save_optimizer(optimizer: dict[str, Any], file: HashedFile) -> None:
+    checksums = get_crc32_options()
+    # They take longer than SHA-256 does where the processor has instructions for that, and say less.
+    set_crc32_options(False)
+    try:
+        torch.save(optimizer, cast(IO[bytes], file))
+    except RuntimeError:
+        if file.failure is None:
+            raise
+        raise file.failure from None
+    finally:
+        set_crc32_options(checksums)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The content of `state.json`, which is whole; the other files are not looked at.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another schema.
+        CheckpointError: it is missing, damaged, of another schema, or of another step than the folder's.
     """
     try:
         state = read_json(folder / STATE_FILE)
         if state["schema_version"] != SCHEMA_VERSION:
             raise CheckpointError(f"{folder}: schema version {state['schema_version']}, expected {SCHEMA_VERSION}")
-        if not {"next_step", "counters"} <= set(state):
+        if digest_json({key: value for key, value in state.items() if key != "digest"}) != state["digest"]:
+            raise CheckpointError(f"{folder / STATE_FILE}: damaged (its content has another digest than it says)")
+        if checkpoint_folder(folder.parent, state["next_step"]) != folder:
+            raise CheckpointError(f"{folder / STATE_FILE}: belongs to step {state['next_step']}")
+        if not {"score", "counters", "digests"} <= set(state):
             raise CheckpointError(f"{folder}: {STATE_FILE} lacks a key")
-        for name in (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE):
-            digest = state["digests"][name]
-            if digest_file(folder / name) != digest:
-                raise CheckpointError(f"{folder / name}: damaged (its digest differs from {STATE_FILE})")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: not a complete checkpoint ({type(error).__name__}: {error})") from None
     return dict(state)
 
 
+def check_checkpoint(folder: Path) -> dict[str, Any]:
+    """The content of `state.json`, after comparing all digests: reads every file once.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, of another schema, or of another step than the folder's.
+    """
+    state = read_state(folder)
+    try:
+        for name in (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE):
+            if digest_file(folder / name) != state["digests"][name]:
+                raise CheckpointError(f"{folder / name}: damaged (its digest differs from {STATE_FILE})")
+    except (OSError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{folder}: not a complete checkpoint ({type(error).__name__}: {error})") from None
+    return state
+
+
 def newest_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest undamaged checkpoint and its state; damaged ones are reported and passed over."""
-    for folder in reversed(_by_step(root)):
+    for folder in reversed(by_step(root)):
         try:
             return folder, check_checkpoint(folder)
         except CheckpointError as error:
@@ -135,47 +274,3 @@ def restore(folder: Path, draft: DFlashDraft, optimizer: torch.optim.Optimizer) 
         raise CheckpointError(f"{folder}: the checkpoint's draft has another shape than the configured one")
     draft.load_state_dict(saved.state_dict())
     optimizer.load_state_dict(torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
-
-
-class CheckpointWriter:
-    """One thread that writes snapshots in order; at most one waits, a second makes `submit` wait."""
-
-    def __init__(self, root: Path, keep_last: int, supervisor: Supervisor) -> None:
-        self.root, self.keep_last = root, keep_last
-        self._supervisor = supervisor
-        self._pending: queue.Queue[Snapshot | None] = queue.Queue(maxsize=1)
-        supervisor.start("checkpoint writer", write_snapshots, self)
-
-    def submit(self, snapshot: Snapshot | None) -> None:
-        while True:
-            self._supervisor.check()
-            try:
-                return self._pending.put(snapshot, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def finish(self) -> None:
-        """Wait until everything submitted is on disk."""
-        self.submit(None)
-        while self._pending.unfinished_tasks:
-            self._supervisor.check()
-            self._supervisor.sleep(0.01)
-
-
-def write_snapshots(writer: CheckpointWriter) -> None:
-    """Body of the writer thread. Ends with the run; a pending snapshot is still written when the run is stopping."""
-    while True:
-        try:
-            snapshot = writer._pending.get(timeout=0.1)
-        except queue.Empty:
-            if writer._supervisor.stopping:
-                return
-            continue
-        try:
-            if snapshot is None:
-                return
-            with writer._supervisor.busy(f"checkpoint of step {snapshot.next_step}"):
-                folder = write_checkpoint(writer.root, snapshot, writer.keep_last)
-            log.info("checkpoint %s", folder.name)
-        finally:
-            writer._pending.task_done()

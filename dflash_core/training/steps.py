@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from statistics import fmean
 from typing import Any
 
 from dflash_core.errors import TrainingError
 from dflash_core.training.assembly import Cell
-from dflash_core.training.checkpoint import take_snapshot
 from dflash_core.training.loop import StepTotals, batch_rows, take_batches
+from dflash_core.training.retention import passed_over
 from dflash_core.training.schedule import StepOutline
 from dflash_core.training.stop_request import StopRequest
 
@@ -17,9 +18,11 @@ from dflash_core.training.stop_request import StopRequest
 def train_steps(cell: Cell, stop: StopRequest) -> int:
     """Train to the end of the plan or until asked to stop; returns the number of the first step not trained."""
     job, trainer, first_step = cell.job, cell.trainer, cell.first_step
-    if first_step:
-        cell.event("resume", first_step)
+    damaged = passed_over(job.run.checkpoints, first_step)
+    if first_step or damaged:
+        cell.event("resume", first_step, passed_over=damaged)
     next_step, last_saved = first_step, first_step or None
+    scores: list[float] = []  # of the steps since the last checkpoint
 
     def abandon() -> bool:
         """A cell on its own need not finish a long step; several have to agree, which they do at the end of a step."""
@@ -40,14 +43,16 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
             with cell.supervisor.busy("metrics"):
                 _log_step(cell, outline, totals, row)
             next_step = outline.step + 1
+            if not row["skipped"]:
+                scores.append(row["expected_acceptance_length"])
             if next_step % job.train.checkpoint_every == 0:
-                _checkpoint(cell, next_step)
+                _checkpoint(cell, next_step, scores)
                 last_saved = next_step
         if stopping:
             cell.event("signal", next_step, name=stop.signal_name)
             break
     if next_step != last_saved:
-        _checkpoint(cell, next_step)
+        _checkpoint(cell, next_step, scores)
     if cell.writer is not None:
         cell.writer.finish()
     cell.monitor.finish()
@@ -59,14 +64,15 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
 JOIN_PATIENCE = 1.5
 
 
-def _checkpoint(cell: Cell, next_step: int) -> None:
-    if cell.writer is None:
-        return
-    skipped = cell.trainer.skipped_in_a_row
-    counters = {"identity": cell.job.identity, "plan": cell.trained, "skipped_in_a_row": skipped}
-    started = time.monotonic()
-    cell.writer.submit(take_snapshot(next_step, cell.trainer.draft, cell.trainer.optimizer, counters))
-    cell.event("checkpoint", next_step, snapshot_s=time.monotonic() - started)
+def _checkpoint(cell: Cell, next_step: int, scores: list[float]) -> None:
+    """Save the state, with the mean of the scores, which begin anew."""
+    if cell.writer is not None:
+        skipped = cell.trainer.skipped_in_a_row
+        counters = {"identity": cell.job.identity, "plan": cell.trained, "skipped_in_a_row": skipped}
+        score = fmean(scores) if scores else None
+        with cell.supervisor.busy("snapshot"):
+            cell.writer.save(next_step, cell.trainer.draft, cell.trainer.optimizer, counters, score)
+    scores.clear()
 
 
 def _log_step(cell: Cell, outline: StepOutline, totals: StepTotals, row: dict[str, Any]) -> None:

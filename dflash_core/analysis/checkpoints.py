@@ -1,0 +1,185 @@
+"""What checkpoints cost: by how much the steps that overlap one are longer than the run's other steps of the same size.
+
+A step overlaps a checkpoint from the snapshot, which is taken before the step, until the writer is done. What a step would have
+taken without is a line over its padded tokens, fitted to the steps that overlap none. All figures are shares of that: 0.02
+is two percent longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.random import Generator
+
+from dflash_core.analysis.reader import numbers
+from dflash_core.analysis.runs import Run
+from dflash_core.analysis.series import NUM_RESAMPLES, BoolArray, FloatArray
+
+MIN_OTHER_STEPS = 10
+MAX_RESAMPLED_STEPS = 2000
+FIT_ROUNDS = 50
+SUMMARY_COLUMNS = (
+    "num_checkpoints", "checkpoint_steps", "checkpoint_slowdown", "checkpoint_slowdown_low", "checkpoint_slowdown_high",
+    "checkpoint_slowdown_max", "other_slowdown_max",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One finished checkpoint, from its two events. Times in seconds since 1970."""
+
+    attempt: int
+    step: int
+    begin: float
+    end: float
+    snapshot_s: float
+    wait_s: float
+    write_s: float
+    num_bytes: int
+
+
+def checkpoints_of(run: Run) -> list[Checkpoint]:
+    """The checkpoints that were finished, in the order of their steps; those of a run of an older version are not known."""
+    begun: dict[tuple[int, int], Mapping[str, Any]] = {}
+    found = []
+    for event in run.events.to_pylist():
+        key = (event["attempt"] or 0, event["step"])
+        if event.get("kind") == "checkpoint_begin":
+            begun[key] = event
+        elif event.get("kind") == "checkpoint_end" and key in begun:
+            first = begun.pop(key)
+            snapshot_s, wait_s = first["snapshot_s"], first["wait_s"]
+            begin, end = first["time"].timestamp() - snapshot_s - wait_s, event["time"].timestamp()
+            found.append(Checkpoint(*key, begin, end, snapshot_s, wait_s, event["write_s"], event["num_bytes"]))
+    return sorted(found, key=lambda one: (one.step, one.attempt))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Of each step: the end (seconds since 1970), the attempt, the time it took with the snapshot before it, and the share by
+    which that is more than what its size lets expect (NaN where nothing can be said)."""
+
+    end: FloatArray
+    attempt: FloatArray
+    seconds: FloatArray
+    slowdown: FloatArray
+    overlaps: BoolArray
+
+
+def _during(end: FloatArray, attempt: FloatArray, seconds: FloatArray, one: Checkpoint) -> BoolArray:
+    return np.asarray((attempt == one.attempt) & (end > one.begin) & (end - seconds < one.end))
+
+
+def step_times(run: Run, checkpoints: list[Checkpoint]) -> StepTimes:
+    """Compare each step of a run with a line over the padded tokens of those that overlap no checkpoint."""
+    steps = run.steps
+    end = np.asarray(steps["time"].cast(pa.int64()).to_numpy(), dtype=np.float64) / 1e6
+    attempt, step, seconds = numbers(steps, "attempt", missing=0), numbers(steps, "step"), numbers(steps, "step_s")
+    overlaps = np.zeros(len(end), dtype=bool)
+    for one in checkpoints:  # the snapshot before a step is not in the step's own time
+        seconds = seconds + np.where((step == one.step) & (attempt == one.attempt), one.snapshot_s + one.wait_s, 0.0)
+    for one in checkpoints:
+        overlaps |= _during(end, attempt, seconds, one)
+    tokens = numbers(steps, "num_padded_tokens")
+    # The first step of a process waits for the pipeline to fill.
+    known = np.isfinite(tokens) & np.isfinite(seconds) & np.append(False, attempt[1:] == attempt[:-1])
+    slowdown = np.full(len(end), np.nan)
+    others = known & ~overlaps
+    if others.sum() >= MIN_OTHER_STEPS:
+        expected = _line(tokens, tokens[others], seconds[others])
+        if (expected[known] > 0).all():
+            slowdown[known] = seconds[known] / expected[known] - 1
+    return StepTimes(end, attempt, seconds, slowdown, overlaps)
+
+
+def _line(at: FloatArray, x: FloatArray, y: FloatArray) -> FloatArray:
+    """Values at `at` of the line with the least absolute deviations from the points (iteratively reweighted least squares).
+
+    Deviations and not squares, because single steps of a run are several times as long as the others.
+    """
+    centre, scale = float(np.median(x)), float(np.ptp(x))
+    if scale == 0:
+        return np.full(len(at), float(np.median(y)))
+    columns = np.stack([np.ones(len(x)), (x - centre) / scale], axis=1)
+    smallest = 1e-6 * max(float(np.median(np.abs(y))), 1e-12)
+    weights = np.ones(len(x))
+    for _ in range(FIT_ROUNDS):
+        found = np.linalg.lstsq(columns * weights[:, None], y * weights, rcond=None)[0]
+        weights = 1 / np.sqrt(np.maximum(np.abs(y - columns @ found), smallest))
+    return np.asarray(found[0] + found[1] * (at - centre) / scale)
+
+
+def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
+    """The run's rows of `checkpoints`, one per finished checkpoint.
+
+    `num_steps` are the steps that overlap it, `slowdown` the median of theirs; null where none does.
+    """
+    found = checkpoints_of(run)
+    times = step_times(run, found)
+    rows = []
+    for one in found:
+        during = _during(times.end, times.attempt, times.seconds, one) & np.isfinite(times.slowdown)
+        rows.append(
+            {
+                "run_id": run.run_id,
+                "attempt": one.attempt,
+                "step": one.step,
+                "snapshot_s": one.snapshot_s,
+                "wait_s": one.wait_s,
+                "write_s": one.write_s,
+                "num_bytes": one.num_bytes,
+                "num_steps": int(during.sum()),
+                "slowdown": float(np.median(times.slowdown[during])) if during.any() else None,
+            }
+        )
+    return rows
+
+
+def checkpoint_summary(run: Run, rng: Generator) -> dict[str, Any]:
+    """The columns of `runs` about checkpoints.
+
+    `checkpoint_slowdown` is the median over the `checkpoint_steps` steps that overlap one, minus that of the others, with
+    its 95 % bootstrap interval; the two `_max` are the largest of either kind of step: the noise beside the finding.
+    """
+    found = checkpoints_of(run)
+    columns: dict[str, Any] = dict.fromkeys(SUMMARY_COLUMNS)
+    columns["num_checkpoints"] = len(found)
+    times = step_times(run, found)
+    usable = np.isfinite(times.slowdown)
+    these, others = times.slowdown[usable & times.overlaps], times.slowdown[usable & ~times.overlaps]
+    columns["checkpoint_steps"] = len(these)
+    if not len(these) or not len(others):
+        return columns
+    drawn = _medians(these, rng) - _medians(others, rng)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return columns | {
+        "checkpoint_slowdown": float(np.median(these) - np.median(others)),
+        "checkpoint_slowdown_low": float(low),
+        "checkpoint_slowdown_high": float(high),
+        "checkpoint_slowdown_max": float(these.max()),
+        "other_slowdown_max": float(others.max()),
+    }
+
+
+def _medians(values: FloatArray, rng: Generator) -> FloatArray:
+    """Medians of resamples; of very many values a part is enough."""
+    if len(values) > MAX_RESAMPLED_STEPS:
+        values = rng.choice(values, MAX_RESAMPLED_STEPS, replace=False)
+    return np.asarray(np.median(rng.choice(values, (NUM_RESAMPLES, len(values))), axis=1))
+
+
+def checkpoint_line(row: Mapping[str, Any]) -> str | None:
+    """The finding in words, None where there is none."""
+    if row["checkpoint_slowdown"] is None:
+        return None
+    low, high = row["checkpoint_slowdown_low"], row["checkpoint_slowdown_high"]
+    return (
+        f"{row['name']}: against others of as many padded tokens, the {row['checkpoint_steps']} steps that overlap one of "
+        f"{row['num_checkpoints']} checkpoints were longer by {row['checkpoint_slowdown']:+.1%} (median; 95 % interval "
+        f"{low:+.1%} to {high:+.1%}), the longest by {row['checkpoint_slowdown_max']:+.1%}; of the steps that overlap none, the "
+        f"longest by {row['other_slowdown_max']:+.1%}."
+    )
