@@ -56,6 +56,10 @@ class CheckpointError(TrainingError):
     """A checkpoint is damaged or does not fit the run; the text names the folder and the difference."""
 
 
+class SchemaError(CheckpointError):
+    """A whole checkpoint of another version of this program. It is no damage, so it is not passed over."""
+
+
 class StoppedBySignal(DFlashError):
     """A signal asked the run to stop; its state was saved."""
 

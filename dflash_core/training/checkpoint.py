@@ -27,7 +27,7 @@ from typing import IO, Any, cast
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from dflash_core.errors import CheckpointError, DataError
+from dflash_core.errors import CheckpointError, DataError, SchemaError
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
 from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, draft_config, load_draft, weight_pieces
@@ -225,8 +225,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     """
     try:
         state = read_json(folder / STATE_FILE)
-        if state["schema_version"] != SCHEMA_VERSION:
-            raise CheckpointError(f"{folder}: schema version {state['schema_version']}, expected {SCHEMA_VERSION}")
+        version = state["schema_version"]
+        if version != SCHEMA_VERSION and isinstance(version, int) and isinstance(state["next_step"], int):
+            raise SchemaError(
+                f"{folder}: schema version {version}, expected {SCHEMA_VERSION}; go on with the version of this program that"
+                " wrote it, or begin a new run"
+            )
         if digest_json({key: value for key, value in state.items() if key != "digest"}) != state["digest"]:
             raise CheckpointError(f"{folder / STATE_FILE}: damaged (its content has another digest than it says)")
         if checkpoint_folder(folder.parent, state["next_step"]) != folder:
@@ -255,10 +259,16 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest undamaged checkpoint and its state; damaged ones are reported and passed over."""
+    """The newest undamaged checkpoint and its state; damaged ones are reported and passed over.
+
+    Raises:
+        SchemaError: a checkpoint of another version of this program; passing over it would begin the run anew.
+    """
     for folder in reversed(by_step(root)):
         try:
             return folder, check_checkpoint(folder)
+        except SchemaError:
+            raise
         except CheckpointError as error:
             log.warning("checkpoint passed over: %s", error)
     return None
