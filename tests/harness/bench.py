@@ -159,7 +159,7 @@ def assert_whole(run_dir: Path) -> None:
 def is_writing(run_dir: Path) -> bool:
     """Whether a checkpoint is being written, or was when its writer was killed."""
     folder = run_dir / "checkpoints"
-    return folder.exists() and any(path.name.startswith(".tmp-") for path in folder.iterdir())
+    return folder.exists() and any(path.name.startswith(".") for path in folder.iterdir())
 
 
 def delays(seed: int, longest_s: float) -> Iterator[float]:

@@ -46,3 +46,40 @@ def signal_at_step(step: int, number: int) -> None:
         return real(self, this_step, *rest)
 
     DraftTrainer.end = end  # type: ignore[method-assign]
+
+
+def signal_while_building(number: int) -> None:
+    """A signal to the own process while the cell is built, before any thread is started."""
+    from dflash_core.training import assembly
+
+    real = assembly.RunPlan
+
+    def plan(*arguments: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return real(*arguments)
+
+    assembly.RunPlan = plan  # type: ignore[assignment, misc]
+
+
+def signal_before_the_run(number: int) -> None:
+    """A signal to the own process while it works out what it is to train."""
+    from dflash_core.training import cell
+
+    real = cell.is_complete
+
+    def asked(job: Any) -> bool:
+        os.kill(os.getpid(), number)
+        return real(job)
+
+    cell.is_complete = asked
+
+
+def signal_at_step_and_while_saving(step: int, number: int, again: int, saving: str) -> None:
+    """A signal at a step, and another one at every change of a file in whose path `saving` occurs."""
+    signal_at_step(step, number)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if _changes_a_file(event, arguments) and saving in str(arguments[0]):
+            os.kill(os.getpid(), again)
+
+    sys.addaudithook(hook)
