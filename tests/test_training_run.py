@@ -266,6 +266,16 @@ def test_resuming_with_another_config_is_refused_with_the_difference(micro_exper
         root.train_run(config, reference)
 
 
+def test_resuming_with_a_plan_made_otherwise_is_refused(
+    micro_experiment: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration is the same and the planner is another: as after an update of the program."""
+    monkeypatch.setattr("dflash_core.bucketing.plan.EpochPlan.trained_fingerprint", lambda self: "another")
+    more = root.load_experiment(reference / "config.yaml", ["train.max_steps=12", "train.num_epochs=12"])
+    with pytest.raises(CheckpointError, match=r"another plan \(plan: \w{64} in the checkpoint, another now\)"):
+        root.train_run(more, reference)
+
+
 def test_a_run_is_trained_by_one_process_at_a_time(micro_experiment: Path) -> None:
     run_dir = start(micro_experiment, "owned")
     with RunFolder(run_dir).owned(), pytest.raises(UserError, match="another process is training this run"):
@@ -339,10 +349,10 @@ def test_non_finite_steps_are_skipped_counted_and_finally_stop_the_run(
         return parts._replace(loss_sum=parts.loss_sum * float("nan"))
 
     monkeypatch.setattr(loop_module, "block_loss", poisoned)
-    with pytest.raises(TrainingError, match=r"3 steps in a row.*batches: \[\d"):
+    with pytest.raises(TrainingError, match=r"3 steps in a row.*batches of step 2: \[4, 5\], of which \[4, 5\] have a loss"):
         root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
     skips = [e for e in rows(run_dir, "events") if e["kind"] == "skip"]
-    assert len(skips) == 3 and all(e["batches"] for e in skips)
+    assert [e["batches"] for e in skips] == [e["not_finite"] for e in skips] == [[0, 1], [2, 3], [4, 5]]
     assert [row["skipped"] for row in rows(run_dir, "steps")] == [True] * 3
 
 

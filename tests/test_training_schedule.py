@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from dflash_core.bucketing import choose_boundaries
 from dflash_core.config import BucketingConfig, TopologyConfig, TrainConfig
 from dflash_core.errors import ConfigError
-from dflash_core.training.devices import cell_devices
+from dflash_core.training.devices import CellDevices, cell_devices
 from dflash_core.training.schedule import RunPlan, learning_rate
 
 LENGTHS = np.random.default_rng(0).integers(4, 200, 90).astype(np.int32)
@@ -59,6 +60,19 @@ def test_cells_share_the_steps_of_the_same_batches() -> None:
         assert shared.first_position(cell, 6) == next(b.position for b in shared.batches(cell, 6))
 
 
+def test_a_step_names_its_batches_of_all_cells_in_every_epoch() -> None:
+    shared = make_plan(cells=3)
+    for step in range(shared.num_steps):
+        mine = [b.seq_no for cell in range(3) for b in shared.batches(cell, step) if b.step == step]
+        assert shared.step_batches(step) == sorted(mine)
+
+
+def test_what_is_trained_does_not_depend_on_the_cells() -> None:
+    one, three = make_plan(cells=1).epoch_plan(1), make_plan(cells=3).epoch_plan(1)
+    assert one.trained_fingerprint() == three.trained_fingerprint() and one.fingerprint() != three.fingerprint()
+    assert one.trained_fingerprint() != make_plan(cells=1, seed=1).epoch_plan(1).trained_fingerprint()
+
+
 def test_max_steps_cuts_the_plan() -> None:
     plan = make_plan(max_steps=5)
     assert plan.num_steps == 5
@@ -86,3 +100,28 @@ def test_a_topology_that_does_not_fit_says_what_would() -> None:
         cell_devices(TopologyConfig(cells=2, targets_per_cell=3, device="cuda"), 0, num_gpus=4)
     with pytest.raises(ConfigError, match="no GPU"):
         cell_devices(TopologyConfig(device="cuda"), 0, num_gpus=0)
+
+
+def test_listed_gpus_are_taken_in_their_order() -> None:
+    listed = TopologyConfig(cells=2, targets_per_cell=1, devices=("cuda:6", "cuda:2", "cuda:0", "cuda:7"))
+    assert cell_devices(listed, 0, num_gpus=8) == CellDevices("cuda:2", ("cuda:6",))
+    assert cell_devices(listed, 1, num_gpus=8) == CellDevices("cuda:7", ("cuda:0",))
+    together = TopologyConfig(cells=2, targets_per_cell=2, colocated=True, devices=("cuda:3", "cuda:1"))
+    assert cell_devices(together, 1, num_gpus=4) == CellDevices("cuda:1", ("cuda:1", "cuda:1"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"devices": ("cuda:1", "cuda:1")}, "cuda:1 stands twice"),
+        ({"devices": ("cuda:0", "cuda:4")}, "cuda:4 does not exist; there are 4 GPUs"),
+        (
+            {"devices": ("cuda:0",)},
+            "2 GPUs are needed and 1 are listed in topology.devices; with 1 GPUs these fit: cells: 1, col",
+        ),
+        ({"devices": ("cuda:0", "cuda:1"), "device": "cpu"}, "lists GPUs, but topology.device is cpu"),
+    ],
+)
+def test_listed_gpus_that_cannot_be_used_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cell_devices(TopologyConfig(**given), 0, num_gpus=4)

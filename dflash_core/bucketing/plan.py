@@ -115,6 +115,11 @@ class EpochPlan:
         arrays = {name: digest_bytes(array.astype("<i8").tobytes()) for name, array in self._arrays().items()}
         return digest_json({"settings": asdict(self.settings), "arrays": arrays})
 
+    def trained_fingerprint(self) -> str:
+        """SHA-256 over what is trained in which step, whoever trains it: the same for any number of cells."""
+        arrays = {name: digest_bytes(getattr(self, name).astype("<i8").tobytes()) for name in ("step", "sample_index", "offsets")}
+        return digest_json(arrays)
+
     def _arrays(self) -> dict[str, IntArray]:
         names = ("bucket", "step", "cell", "num_tokens", "max_length", "cost", "sample_index", "offsets")
         return {name: getattr(self, name) for name in names}

@@ -261,7 +261,8 @@ class FanOut:
             call()
         except Exception as error:  # noqa: BLE001 - whatever an optional sink raises, the run goes on
             self._failed.add(id(sink))
-            logger.warning("%s is switched off: %s failed: %s: %s", type(sink).__name__, action, type(error).__name__, error)
+            name = getattr(sink, "name", type(sink).__name__)
+            logger.warning("%s is switched off: %s failed: %s: %s", name, action, type(error).__name__, error)
 
 
 class RunLog:

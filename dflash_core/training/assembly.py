@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_core.data import Dataset
 from dflash_core.errors import CheckpointError
+from dflash_core.metrics.background import BackgroundSink
 from dflash_core.metrics.console import ConsoleSink
 from dflash_core.metrics.sinks import FanOut, JsonlSink, MetricsSink, RunLog
 from dflash_core.metrics.wandb_sink import WandbSink
@@ -57,12 +58,13 @@ class CellParts:
 
 @dataclass
 class Cell:
-    """The parts of a running cell."""
+    """The parts of a running cell. `trained` is the plan's fingerprint without the cells, which a resume may change."""
 
     job: TrainingJob
     group: CellGroup
     supervisor: Supervisor
     plan: RunPlan
+    trained: str
     trainer: DraftTrainer
     prefetcher: BatchPrefetcher
     ready: ReorderBuffer[Ready]
@@ -94,8 +96,8 @@ def build_cell(
     if job.bucketing.strategy == "packed":
         first_target.check_packing(job.target.path)
     trainer = parts.make_trainer(job, group, devices.draft, first_target, plan.num_steps)
-    first_step = _resume(job, trainer)
-    fingerprint = plan.epoch_plan(0).fingerprint()
+    fingerprint, trained = plan.epoch_plan(0).fingerprint(), plan.epoch_plan(0).trained_fingerprint()
+    first_step = _resume(job, trainer, trained)
     planned = {"plan": fingerprint, "num_steps": plan.num_steps, "newest checkpoint": first_step}
     group.check_agreement({**job.identity, **planned}, devices.draft)
     collator = Collator(
@@ -121,7 +123,7 @@ def build_cell(
     for number, device in enumerate(devices.targets):
         queue = prefetcher.queues[number]
         supervisor.start(f"target {number}", run_target, targets[device], number, queue, ready, supervisor)
-    return Cell(job, group, supervisor, plan, trainer, prefetcher, ready, monitor, writer, sink, first_step)
+    return Cell(job, group, supervisor, plan, trained, trainer, prefetcher, ready, monitor, writer, sink, first_step)
 
 
 def wait_limit_s(job: TrainingJob) -> float:
@@ -156,21 +158,23 @@ def _open_sinks(job: TrainingJob, group: CellGroup, attempt: int, num_steps: int
     if group.is_first:
         sinks.append(ConsoleSink(num_steps, job.metrics.console_every_s))
         if job.metrics.wandb != "disabled":
-            sinks.append(WandbSink(job.metrics.wandb, job.metrics.wandb_project, job.run_id, job.run.wandb, job.shown_config))
+            wandb = WandbSink(job.metrics.wandb, job.metrics.wandb_project, job.run_id, job.run.wandb, job.shown_config)
+            sinks.append(BackgroundSink(wandb))  # a row takes it milliseconds
     return RunLog(FanOut(sinks), job.run_id, attempt)
 
 
-def _resume(job: TrainingJob, trainer: DraftTrainer) -> int:
+def _resume(job: TrainingJob, trainer: DraftTrainer, trained: str) -> int:
     """Load the newest good checkpoint, if any; returns the step to go on with."""
     found = newest_checkpoint(job.run.checkpoints)
     if found is None:
         return 0
     folder, state = found
-    saved = state["counters"]["identity"]
-    different, listed = identity_differences(saved, job.identity, "in the checkpoint")
+    counters = state["counters"]
+    saved, current = {**counters["identity"], "plan": counters.get("plan")}, {**job.identity, "plan": trained}
+    different, listed = identity_differences(saved, current, "in the checkpoint")
     if different:
         raise CheckpointError(f"{folder}: cannot be resumed with another {', '.join(different)} ({listed})")
     restore(folder, trainer.draft, trainer.optimizer)
-    trainer.skipped_in_a_row = int(state["counters"]["skipped_in_a_row"])
+    trainer.skipped_in_a_row = int(counters["skipped_in_a_row"])
     log.info("resuming from %s at step %d", folder.name, state["next_step"])
     return int(state["next_step"])

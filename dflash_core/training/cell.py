@@ -63,7 +63,7 @@ def run_cell(job: TrainingJob, parts: CellParts | None = None) -> dict[str, Any]
     if processes % job.topology.cells:  # a multiple is a run over several nodes
         raise ConfigError(f"topology.cells: {job.topology.cells}, but {processes} processes were started")
     # Longer than the watchdog's limit: a cell that hangs is to be named by its own watchdog, not by those that wait for it.
-    group = CellGroup.from_environment("nccl" if devices.is_cuda else "gloo", 2 * job.prefetch.stall_timeout_s)
+    group = CellGroup.from_environment(devices.draft, 2 * job.prefetch.stall_timeout_s)
     try:
         with StopRequest().listening() as stop, job.run.owned() if group.is_first else nullcontext():
             return _run(job, group, devices, stop, parts or CellParts())
@@ -73,7 +73,7 @@ def run_cell(job: TrainingJob, parts: CellParts | None = None) -> dict[str, Any]
 
 def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopRequest, parts: CellParts) -> dict[str, Any]:
     attempt = int(job.run.read_manifest().get("attempt", -1)) + 1
-    group.wait_for_all()  # every cell has read the number before the first one writes it
+    group.wait_for_all(devices.draft)  # every cell has read the number before the first one writes it
     if group.is_first:
         job.run.update_manifest(state="running", attempt=attempt, pid=os.getpid(), started=now(), finished=None, error=None)
     try:

@@ -23,15 +23,22 @@ class CellDevices:
 
 
 def device_kind(topology: TopologyConfig) -> str:
-    """`cpu` or `cuda`, with `auto` decided by what there is."""
+    """`cpu` or `cuda`, with `auto` decided by what is listed, or else by what there is."""
     if topology.device != "auto":
         return topology.device
+    if topology.devices is not None:
+        return "cuda"
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpus_per_cell(topology: TopologyConfig) -> int:
+    """GPUs that one cell takes."""
+    return 1 if topology.colocated else topology.targets_per_cell + 1
 
 
 def gpus_needed(topology: TopologyConfig) -> int:
     """GPUs that a topology takes on one node."""
-    return topology.cells * (1 if topology.colocated else topology.targets_per_cell + 1)
+    return topology.cells * gpus_per_cell(topology)
 
 
 def what_fits(num_gpus: int) -> str:
@@ -46,6 +53,18 @@ def what_fits(num_gpus: int) -> str:
     return f"with {num_gpus} GPUs these fit: " + "; ".join(fits)
 
 
+def _usable_gpus(topology: TopologyConfig, existing: int) -> list[str]:
+    """The GPUs that cells may take, in order; raises ConfigError where a listed one does not exist or stands twice."""
+    if topology.devices is None:
+        return [f"cuda:{number}" for number in range(existing)]
+    for position, name in enumerate(topology.devices):
+        if name in topology.devices[:position]:
+            raise ConfigError(f"topology.devices: {name} stands twice")
+        if int(name.removeprefix("cuda:")) >= existing:
+            raise ConfigError(f"topology.devices: {name} does not exist; there are {existing} GPUs, from cuda:0")
+    return list(topology.devices)
+
+
 def cell_devices(topology: TopologyConfig, cell: int, num_gpus: int | None = None) -> CellDevices:
     """The devices of cell number `cell` of this node.
 
@@ -53,17 +72,18 @@ def cell_devices(topology: TopologyConfig, cell: int, num_gpus: int | None = Non
         num_gpus: GPUs of the node; None asks torch.
 
     Raises:
-        ConfigError: there are fewer GPUs than the topology takes; the message says what would fit.
+        ConfigError: there are fewer GPUs than the topology takes, and the message says what would fit; or a listed GPU
+            does not exist, or is listed for a run on the CPU.
     """
     if device_kind(topology) == "cpu":
+        if topology.devices is not None:
+            raise ConfigError("topology.devices: lists GPUs, but topology.device is cpu")
         return CellDevices("cpu", ("cpu",) * topology.targets_per_cell)
-    available = torch.cuda.device_count() if num_gpus is None else num_gpus
+    usable = _usable_gpus(topology, torch.cuda.device_count() if num_gpus is None else num_gpus)
     needed = gpus_needed(topology)
-    if needed > available:
-        raise ConfigError(f"topology: {needed} GPUs are needed and {available} exist; {what_fits(available)}")
-    if topology.colocated:
-        return CellDevices(f"cuda:{cell}", (f"cuda:{cell}",) * topology.targets_per_cell)
-    first = cell * (topology.targets_per_cell + 1)
-    return CellDevices(
-        f"cuda:{first + topology.targets_per_cell}", tuple(f"cuda:{first + t}" for t in range(topology.targets_per_cell))
-    )
+    if needed > len(usable):
+        exist = "exist" if topology.devices is None else "are listed in topology.devices"
+        raise ConfigError(f"topology: {needed} GPUs are needed and {len(usable)} {exist}; {what_fits(len(usable))}")
+    size = gpus_per_cell(topology)
+    *targets, draft = usable[cell * size : (cell + 1) * size]
+    return CellDevices(draft, tuple(targets) or (draft,) * topology.targets_per_cell)

@@ -25,11 +25,25 @@ class CellGroup:
         self.rank, self.size = rank, size
 
     @classmethod
-    def from_environment(cls, backend: str, timeout_s: float) -> CellGroup:
-        """Join the group that `torchrun` describes, or stand alone without one."""
+    def from_environment(cls, device: str, timeout_s: float) -> CellGroup:
+        """Join the group that `torchrun` describes (NCCL for a GPU, gloo for a CPU), or stand alone without one.
+
+        Args:
+            device: the drafter's, whose tensors are joined.
+            timeout_s: how long a cell waits for the others.
+
+        Raises:
+            CellLostError: the others did not come.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
+        on_gpu = device.startswith("cuda")
+        if on_gpu:
+            torch.cuda.set_device(device)  # else every cell would take memory of the first GPU
         if size > 1:
-            distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            try:
+                distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+            except RuntimeError as error:
+                raise CellLostError(f"cell {os.environ.get('RANK')}: the other cells could not be reached") from error
         return cls(int(os.environ.get("RANK", "0")), size)
 
     @property
@@ -80,9 +94,10 @@ class CellGroup:
         if different:
             raise TrainingError(f"the cells of this run differ in {', '.join(different)}; every node needs the same files")
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self, device: str) -> None:
+        """Go on when every cell has come here."""
         if self.size > 1:
-            distributed.barrier()
+            self._all_reduce(torch.zeros(1, device=device))
 
     def close(self) -> None:
         if self.size > 1 and distributed.is_initialized():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.config import TrainConfig
-from dflash_core.errors import StageError, TrainingError
+from dflash_core.errors import StageError
 from dflash_core.model.documents import context_windows
 from dflash_core.model.draft import DFlashDraft, embed_blocks, group_size
 from dflash_core.model.loss import block_loss, expected_acceptance_length
@@ -188,13 +188,6 @@ class DraftTrainer:
             "optimizer_busy_s": stop_clock()(),
         }
         return {**row, "grad_norm": norm, "clipped": clipped, "lr": lr, "skipped": not finite, **times}
-
-    def refuse_endless_skipping(self, seq_nos: list[int]) -> None:
-        """Raise once too many steps in a row were not finite."""
-        if self.skipped_in_a_row >= self.config.max_skipped_in_a_row:
-            raise TrainingError(
-                f"{self.skipped_in_a_row} steps in a row had a non-finite loss or gradient; last batches: {seq_nos}"
-            )
 
 
 def take_batches(

@@ -149,6 +149,12 @@ class RunPlan:
                 if from_step <= first_step + s < self.num_steps:
                     yield StepOutline(first_step + s, epoch, count, max_seq_len)
 
+    def step_batches(self, step: int) -> list[int]:
+        """`seq_no` of all batches of a step, of all cells."""
+        epoch, first_step = max((e, first) for e, first in self._epochs(step) if first <= step)
+        first, end = np.searchsorted(self.epoch_plan(epoch).step, (step - first_step, step - first_step + 1)).tolist()
+        return [self._first_batches[epoch] + i for i in range(first, end)]
+
     def lengths_of(self, planned: PlannedBatch) -> NDArray[np.integer]:
         """Tokens of each sequence of a batch, before it is loaded."""
         lengths: NDArray[np.integer] = self._lengths[list(planned.samples)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
+from dflash_core.errors import TrainingError
 from dflash_core.training.assembly import Cell
 from dflash_core.training.checkpoint import take_snapshot
 from dflash_core.training.loop import StepTotals, batch_rows, take_batches
@@ -58,7 +60,8 @@ JOIN_PATIENCE = 1.5
 def _checkpoint(cell: Cell, next_step: int) -> None:
     if cell.writer is None:
         return
-    counters = {"identity": cell.job.identity, "skipped_in_a_row": cell.trainer.skipped_in_a_row}
+    skipped = cell.trainer.skipped_in_a_row
+    counters = {"identity": cell.job.identity, "plan": cell.trained, "skipped_in_a_row": skipped}
     started = time.monotonic()
     cell.writer.submit(take_snapshot(next_step, cell.trainer.draft, cell.trainer.optimizer, counters))
     cell.event("checkpoint", next_step, snapshot_s=time.monotonic() - started)
@@ -82,8 +85,20 @@ def _log_step(cell: Cell, outline: StepOutline, totals: StepTotals, row: dict[st
         }
         cell.sink.log("steps", step)
     if row["skipped"]:
-        seq_nos = [batch_row["seq_no"] for batch_row in rows]
-        cell.event("skip", outline.step, batches=seq_nos, grad_norm=row["grad_norm"], loss=row["loss"])
-        cell.trainer.refuse_endless_skipping(seq_nos)
+        _log_skip(cell, outline.step, rows, row)
     cell.monitor.step_done(outline.step)
     cell.log_s = time.monotonic() - started  # told in the next step's row
+
+
+def _log_skip(cell: Cell, step: int, rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Every cell writes down its own batches of a skipped step, and which of them had a loss that is not finite."""
+    batches = [batch["seq_no"] for batch in rows]
+    not_finite = [batch["seq_no"] for batch in rows if not math.isfinite(batch["loss_sum"])]
+    cell.event("skip", step, batches=batches, not_finite=not_finite, grad_norm=row["grad_norm"], loss=row["loss"])
+    in_a_row = cell.trainer.skipped_in_a_row
+    if in_a_row >= cell.job.train.max_skipped_in_a_row:
+        culprits = f", of which {not_finite} have a loss that is not finite" if not_finite else ""
+        raise TrainingError(
+            f"{in_a_row} steps in a row had a non-finite loss or gradient; batches of step {step}: "
+            f"{cell.plan.step_batches(step)}{culprits}"
+        )
