@@ -225,7 +225,7 @@ def train_until_it_breaks(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return original(self, step, *rest)
 
     monkeypatch.setattr(loop_module.DraftTrainer, "end", break_at_seven)
-    with pytest.raises(OSError, match="disk is gone"):
+    with pytest.raises(StageError, match="disk is gone"):
         root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
     monkeypatch.setattr(loop_module.DraftTrainer, "end", original)
 
@@ -372,7 +372,7 @@ def test_skipped_steps_are_counted_across_a_resume(micro_experiment: Path, monke
 
     monkeypatch.setattr(loop_module, "block_loss", poisoned)
     monkeypatch.setattr(loop_module.DraftTrainer, "end", break_at_two)
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(StageError, match="gone"):
         root.train_run(config, run_dir)
     monkeypatch.setattr(loop_module.DraftTrainer, "end", real_end)
     with pytest.raises(TrainingError, match="3 steps in a row"):

@@ -26,7 +26,7 @@ from dflash_core.training.distributed import CellGroup
 from dflash_core.training.job import TrainingJob
 from dflash_core.training.run_folder import now
 from dflash_core.training.schedule import RunPlan
-from dflash_core.training.steps import train_steps
+from dflash_core.training.steps import ANOTHER_CELL, train_steps
 from dflash_core.training.stop_request import StopRequest
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopReq
         )
     if not done:
         raise StoppedBySignal(
-            f"stopped by {stop.signal_name} after step {next_step} of {cell.plan.num_steps}; run again to resume"
+            f"stopped by {stop.signal_name or ANOTHER_CELL} after step {next_step} of {cell.plan.num_steps}; run again to resume"
         )
     return job.run.read_manifest()
 

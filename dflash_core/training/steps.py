@@ -6,7 +6,7 @@ import math
 import time
 from typing import Any
 
-from dflash_core.errors import TrainingError
+from dflash_core.errors import DFlashError, StageError, TrainingError
 from dflash_core.training.assembly import Cell
 from dflash_core.training.checkpoint import take_snapshot
 from dflash_core.training.loop import StepTotals, batch_rows, take_batches
@@ -31,8 +31,7 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
         if not take_batches(trainer, outline.num_batches, cell.ready, cell.prefetcher.budget, totals, abandon, cell.supervisor):
             stopping = True  # what the step had added up is dropped; a resume trains it from its first batch
         else:
-            with cell.supervisor.busy(f"optimizer step {outline.step}", patience=JOIN_PATIENCE):
-                row = trainer.end(outline.step, totals, stop.signal_name is not None)
+            row = _end_step(cell, outline.step, totals, stop.signal_name is not None)
             cell.supervisor.check()
             stopping = row.pop("stop")
             waits = {"data_wait_s": cell.monitor.mean_target_idle_s() - idle, "target_wait_s": totals.target_wait_s}
@@ -42,7 +41,7 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
                 _checkpoint(cell, next_step)
                 last_saved = next_step
         if stopping:
-            cell.event("signal", next_step, name=stop.signal_name)
+            cell.event("signal", next_step, name=stop.signal_name or ANOTHER_CELL)
             break
     if next_step != last_saved:
         _checkpoint(cell, next_step)
@@ -55,6 +54,20 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
 # How much longer than the watchdog's limit the end of a step may last: it waits for the other cells, and a cell that hangs
 # is to be named by its own watchdog.
 JOIN_PATIENCE = 1.5
+# What stopped a cell that got no signal itself; the cells stop together.
+ANOTHER_CELL = "a signal to another cell"
+
+
+def _end_step(cell: Cell, step: int, totals: StepTotals, stop: bool) -> dict[str, Any]:
+    """Join the cells and apply the step; raises StageError, which names it, for what goes wrong in it."""
+    stage = f"optimizer step {step}"
+    with cell.supervisor.busy(stage, patience=JOIN_PATIENCE):
+        try:
+            return cell.trainer.end(step, totals, stop)
+        except DFlashError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise StageError(stage, None, error) from error
 
 
 def _checkpoint(cell: Cell, next_step: int) -> None:
