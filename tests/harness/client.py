@@ -24,8 +24,8 @@ Patch = tuple[str, dict[str, Any]]
 class Child:
     """One forked process. `code` is its exit code once it has ended, negative for a signal."""
 
-    def __init__(self, server: ForkServer, pid: int, out: Path) -> None:
-        self.server, self.pid, self.out = server, pid, out
+    def __init__(self, server: ForkServer, pid: int, out: Path, offset: int) -> None:
+        self.server, self.pid, self.out, self._offset = server, pid, out, offset
         self.code: int | None = None
         self.started = time.monotonic()
         self.ended = float("inf")
@@ -56,7 +56,8 @@ class Child:
             self.server.read(PATIENCE_S)
 
     def output(self) -> str:
-        return self.out.read_text(errors="replace") if self.out.exists() else ""
+        """Both streams of this process, without what others wrote into the file before."""
+        return self.out.read_bytes()[self._offset :].decode(errors="replace") if self.out.exists() else ""
 
     def errors(self) -> list[str]:
         """The lines that begin with `error: `."""
@@ -89,19 +90,20 @@ class ForkServer:
     def start(self, argv: Sequence[str], out: Path, patch: Patch | None = None, **environment: str) -> Child:
         """Start `dflash ARGV`; its output, both streams, is appended to `out`."""
         assert self._process.stdin is not None
+        offset = out.stat().st_size if out.exists() else 0
         env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         request = {"argv": list(argv), "env": env, "cwd": str(REPOSITORY), "out": str(out), "patch": patch}
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
         deadline = time.monotonic() + START_LIMIT_S
         while not self._started:
-            self.read(max(0.0, deadline - time.monotonic()), out)
+            self.read(max(0.0, deadline - time.monotonic()))
             assert time.monotonic() < deadline, "the fork server does not answer"
-        child = Child(self, self._started.pop(), out)
+        child = Child(self, self._started.pop(), out, offset)
         self._children[child.pid] = child
         return child
 
-    def read(self, timeout_s: float, out: Path | None = None) -> None:
+    def read(self, timeout_s: float) -> None:
         """Take what the server has to say, waiting at most so long for the first word."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
