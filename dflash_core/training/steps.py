@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dflash_core.errors import DFlashError, StageError, TrainingError
@@ -18,7 +20,7 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
     """Train to the end of the plan or until asked to stop; returns the number of the first step not trained."""
     job, trainer, first_step = cell.job, cell.trainer, cell.first_step
     if first_step:
-        cell.event("resume", first_step)
+        _event(cell, "resume", first_step)
     next_step, last_saved = first_step, first_step or None
 
     def abandon() -> bool:
@@ -41,7 +43,7 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
                 _checkpoint(cell, next_step)
                 last_saved = next_step
         if stopping:
-            cell.event("signal", next_step, name=stop.signal_name or ANOTHER_CELL)
+            _event(cell, "signal", next_step, name=stop.signal_name or ANOTHER_CELL)
             break
     if next_step != last_saved:
         _checkpoint(cell, next_step)
@@ -70,33 +72,50 @@ def _end_step(cell: Cell, step: int, totals: StepTotals, stop: bool) -> dict[str
             raise StageError(stage, None, error) from error
 
 
+@contextmanager
+def _writing_metrics(step: int) -> Iterator[None]:
+    """The rows are the truth about a run, which must not go on without them; says that it was they that failed."""
+    try:
+        yield
+    except OSError as error:
+        raise StageError(f"metrics of step {step}", None, error) from error
+
+
+def _event(cell: Cell, kind: str, step: int, **fields: Any) -> None:
+    with _writing_metrics(step):
+        cell.event(kind, step, **fields)
+
+
 def _checkpoint(cell: Cell, next_step: int) -> None:
     if cell.writer is None:
         return
+    if not (cell.job.run.path / "manifest.json").exists():  # a checkpoint would make a folder that only looks like a run
+        raise TrainingError(f"{cell.job.run.path}: the run was deleted while it was trained")
     skipped = cell.trainer.skipped_in_a_row
     counters = {"identity": cell.job.identity, "plan": cell.trained, "skipped_in_a_row": skipped}
     started = time.monotonic()
     cell.writer.submit(take_snapshot(next_step, cell.trainer.draft, cell.trainer.optimizer, counters))
-    cell.event("checkpoint", next_step, snapshot_s=time.monotonic() - started)
+    _event(cell, "checkpoint", next_step, snapshot_s=time.monotonic() - started)
 
 
 def _log_step(cell: Cell, outline: StepOutline, totals: StepTotals, row: dict[str, Any]) -> None:
     """Log a finished step and its batches; raises TrainingError after too many non-finite steps in a row."""
     rows = batch_rows(totals)
     started = time.monotonic()
-    for batch_row in rows:
-        cell.sink.log("batches", batch_row)
-    if cell.group.is_first:
-        step = {
-            "step": outline.step,
-            "epoch": outline.epoch,
-            **row,
-            "mean_seq_len": row["num_tokens"] / max(1, row["num_sequences"]),
-            "max_seq_len": outline.max_seq_len,
-            "prefetch_depths": cell.prefetcher.depths(),
-            "ready_depth": cell.ready.depth(),
-        }
-        cell.sink.log("steps", step)
+    with _writing_metrics(outline.step):
+        for batch_row in rows:
+            cell.sink.log("batches", batch_row)
+        if cell.group.is_first:
+            step = {
+                "step": outline.step,
+                "epoch": outline.epoch,
+                **row,
+                "mean_seq_len": row["num_tokens"] / max(1, row["num_sequences"]),
+                "max_seq_len": outline.max_seq_len,
+                "prefetch_depths": cell.prefetcher.depths(),
+                "ready_depth": cell.ready.depth(),
+            }
+            cell.sink.log("steps", step)
     if row["skipped"]:
         _log_skip(cell, outline.step, rows, row)
     cell.monitor.step_done(outline.step)
@@ -107,7 +126,7 @@ def _log_skip(cell: Cell, step: int, rows: list[dict[str, Any]], row: dict[str, 
     """Every cell writes down its own batches of a skipped step, and which of them had a loss that is not finite."""
     batches = [batch["seq_no"] for batch in rows]
     not_finite = [batch["seq_no"] for batch in rows if not math.isfinite(batch["loss_sum"])]
-    cell.event("skip", step, batches=batches, not_finite=not_finite, grad_norm=row["grad_norm"], loss=row["loss"])
+    _event(cell, "skip", step, batches=batches, not_finite=not_finite, grad_norm=row["grad_norm"], loss=row["loss"])
     in_a_row = cell.trainer.skipped_in_a_row
     if in_a_row >= cell.job.train.max_skipped_in_a_row:
         culprits = f", of which {not_finite} have a loss that is not finite" if not_finite else ""
