@@ -58,8 +58,8 @@ def kill(children: list[Child]) -> list[int]:
 
 def kill_and_resume_until_done(bench: Bench, run_dir: Path, longest_s: float, seed: int) -> tuple[int, int]:
     """Returns how many kills there were, and how many fell into the writing of a checkpoint."""
-    kills = writing = 0
-    for delay_s in delays(seed, longest_s):
+    writing = 0
+    for kills, delay_s in enumerate(delays(seed, longest_s)):
         rows_before, attempt = whole_lines(run_dir), root.run_attempt(run_dir)
         children = bench.start(run_dir)
         if kills < MOST_KILLS:
@@ -74,7 +74,6 @@ def kill_and_resume_until_done(bench: Bench, run_dir: Path, longest_s: float, se
         if set(codes) == {0}:
             return kills, writing
         assert KILLED in codes, children[0].output()
-        kills += 1
         writing += is_writing(run_dir)
         assert root.run_state(run_dir) in ("created", "stopped", "failed", "completed")
     raise AssertionError("not reached")

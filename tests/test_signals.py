@@ -48,15 +48,15 @@ def test_stopped_at_random_moments(bench: Bench, seed: int) -> None:
     generator, reference = random.Random(seed), bench.reference()
     run_dir = bench.make(f"stopped-{seed}")
     for attempt in range(4):
-        children = bench.start(run_dir)
+        [child] = bench.start(run_dir)
         if attempt < 3:
-            wait_until(lambda: is_running(run_dir) or children[0].poll() is not None)
+            wait_until(lambda child=child: is_running(run_dir) or child.poll() is not None)
             time.sleep(generator.uniform(0.0, 0.5 * bench.duration_s()))
-            children[0].send(SIGNALS[(seed + attempt) % 2])
-        children[0].wait(30.0)
+            child.send(SIGNALS[(seed + attempt) % 2])
+        child.wait(30.0)
         if RunFolder(run_dir).read_manifest()["state"] == "completed":
             break  # nobody listens any more, and there is nothing to save
-        assert_stopped(run_dir, children)
+        assert_stopped(run_dir, [child])
     assert_same_run(reference, run_dir)
 
 
@@ -80,7 +80,9 @@ def test_several_signals_are_one_stop(bench: Bench) -> None:
     assert_same_run(bench.reference(), run_dir)
 
 
-@pytest.mark.parametrize("cells", [(1,), pytest.param((0,), marks=pytest.mark.slow), pytest.param((0, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cells", [(1,), pytest.param((0,), marks=pytest.mark.slow), pytest.param((0, 1), marks=pytest.mark.slow)]
+)
 def test_a_signal_to_one_of_two_cells_stops_both(bench: Bench, cells: tuple[int, ...]) -> None:
     run_dir = bench.make(f"cells-{len(cells)}-{cells[0]}", TWO_CELLS)
     patch = ("tests.harness.breaks:signal_at_step", {"step": 4, "number": signal.SIGTERM})

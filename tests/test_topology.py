@@ -11,7 +11,7 @@ from tests.harness.bench import Bench, assert_same_run, rows
 pytest_plugins = ["tests.harness.fixtures"]
 
 TOPOLOGIES = [*product((1, 3, 6), (1, 4), ("round_robin", "least_loaded"))]
-# In the default run those that differ most; `per_worker` is the historic fault, which makes queues uneven and changes nothing else.
+# In the default run those that differ most; `per_worker` is the historic fault, which makes queues uneven and no more.
 FIRST = {(1, 4, "least_loaded"), (3, 1, "least_loaded"), (6, 4, "round_robin")}
 
 

@@ -36,12 +36,14 @@ class Bench:
         root.prepare(config)
         return root.create_run(config, name, self.folder / name)
 
-    def start(self, run_dir: Path, patch: Patch | None = None, patched_cells: Sequence[int] = (0, 1)) -> list[Child]:
+    def start(
+        self, run_dir: Path, patch: Patch | None = None, patched_cells: Sequence[int] = (0, 1), out: Path | None = None
+    ) -> list[Child]:
         """Train or resume a run: one process, or one for each cell, as `torchrun` would start them."""
         cells = root.load_experiment(run_dir / "config.yaml").topology.cells
         argv = ["train", str(run_dir / "config.yaml"), "--run-dir", str(run_dir)]
         if cells == 1:
-            return [self.server.start(argv, run_dir / "out-0.txt", patch)]
+            return [self.server.start(argv, out or run_dir / "out-0.txt", patch)]
         shared = {"WORLD_SIZE": str(cells), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         return [
             self.server.start(

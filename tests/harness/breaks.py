@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -155,15 +156,22 @@ def break_file_change(kind: str, containing: str, events: Sequence[str] = ()) ->
     sys.addaudithook(hook)
 
 
-def break_fsync(number: int) -> None:
-    """The disk turns out to be full when data is to be brought there."""
-    os.fsync = _after(number, os.fsync, "full disk")
+def break_fsync(thread: str, number: int) -> None:
+    """The disk turns out to be full when a thread, told by a part of its name, is to bring data there."""
+    real, late = os.fsync, _after(number, os.fsync, "full disk")
+
+    def fsync(file: Any) -> None:
+        (late if thread in threading.current_thread().name else real)(file)
+
+    os.fsync = fsync
 
 
 def limit_file_size(num_bytes: int) -> None:
     """Let the system refuse to make any file larger than this (EFBIG); the signal that comes with it is ignored."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+    sys.stderr.write(f"broken at {time.monotonic() + 60.0}\n")  # the moment is the system's; only the outcome is looked at
+    sys.stderr.flush()
 
 
 def at_step(step: int, action: str, path: str) -> None:
