@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from dflash_core.errors import CellLostError, TrainingError
@@ -46,7 +47,7 @@ class CellGroup:
                 store, rank, size = next(rendezvous("env://", timeout=limit))
                 # A launcher that starts the cells again keeps its store; addresses of the attempt before are still in it, and
                 # a cell would wait for processes that are gone.
-                store = distributed.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+                store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
                 backend = "nccl" if on_gpu else "gloo"
                 distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
             except RuntimeError as error:

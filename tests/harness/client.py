@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_LIMIT_S = 60.0
+START_LIMIT_S = 110.0
 PATIENCE_S = 60.0  # for anything that is expected to happen; how long it took is measured where it matters
 Patch = tuple[str, dict[str, Any]]
 
@@ -77,6 +77,8 @@ class ForkServer:
         self._log, self._pending = log, b""
         self._children: dict[int, Child] = {}
         self._started: list[int] = []
+        self._ready = False
+        self._wait_for(lambda: self._ready)
 
     @property
     def pid(self) -> int:
@@ -95,13 +97,16 @@ class ForkServer:
         request = {"argv": list(argv), "env": env, "cwd": str(REPOSITORY), "out": str(out), "patch": patch}
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
-        deadline = time.monotonic() + START_LIMIT_S
-        while not self._started:
-            self.read(max(0.0, deadline - time.monotonic()))
-            assert time.monotonic() < deadline, "the fork server does not answer"
+        self._wait_for(lambda: bool(self._started))
         child = Child(self, self._started.pop(), out, offset)
         self._children[child.pid] = child
         return child
+
+    def _wait_for(self, answered: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not answered():
+            self.read(max(0.0, deadline - time.monotonic()))
+            assert time.monotonic() < deadline, "the fork server does not answer"
 
     def read(self, timeout_s: float) -> None:
         """Take what the server has to say, waiting at most so long for the first word."""
@@ -113,7 +118,9 @@ class ForkServer:
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
-            if "started" in message:
+            if "ready" in message:
+                self._ready = True
+            elif "started" in message:
                 self._started.append(message["started"])
             else:
                 child = self._children.pop(message["ended"])

@@ -1,7 +1,7 @@
 """A process that has everything imported and forks a `dflash` command line on request.
 
 Importing torch and transformers takes seconds, a fork milliseconds. Requests come as JSON lines on standard input
-(`argv`, `env`, `cwd`, `out`, `patch`), answers go as JSON lines to standard output: `{"started": pid}` and, when a child
+(`argv`, `env`, `cwd`, `out`, `patch`), answers go as JSON lines to standard output: `{"ready": pid}` once, `{"started": pid}` and, when a child
 has ended, `{"ended": pid, "code": code}` with the code negative for a signal. The end of standard input ends the server,
 and the server's end ends its children.
 
@@ -22,6 +22,8 @@ import os
 import select
 import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,24 @@ def preload() -> None:
     # transformers imports much, and compiles a thousand patterns, only when it first loads a model.
     AutoTokenizer.from_pretrained(TINY_TARGET)
     AutoModelForCausalLM.from_pretrained(TINY_TARGET)
-    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
-    if others := [name for name in threads if name != FORK_SAFE]:
-        sys.exit(f"the fork server has threads after its imports, which a fork would lose: {others}")
     gc.collect()
+    deadline = time.monotonic() + 10.0  # threads that have done their work may still be on their way out
+    while (others := other_threads()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if others:
+        sys.exit(f"the fork server has threads after its imports, which a fork would lose: {others}")
     gc.freeze()
+
+
+def other_threads() -> list[str]:
+    """Names of the threads that a fork would lose."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):
+            name = (task / "comm").read_text().strip()
+            if task.name != str(os.getpid()) and name != FORK_SAFE:
+                names.append(name)
+    return names
 
 
 def serve() -> dict[str, Any] | None:
@@ -120,6 +135,7 @@ def become(request: dict[str, Any], server: int) -> None:
 def main() -> None:
     preload()
     server = os.getpid()
+    answer({"ready": server})
     request = serve()
     if request is not None:
         become(request, server)
