@@ -1,9 +1,9 @@
 """A process that has everything imported and forks a `dflash` command line on request.
 
 Importing torch and transformers takes seconds, a fork milliseconds. Requests come as JSON lines on standard input
-(`argv`, `env`, `cwd`, `out`, `patch`), answers go as JSON lines to standard output: `{"ready": pid}` once, `{"started": pid}` and, when a child
-has ended, `{"ended": pid, "code": code}` with the code negative for a signal. The end of standard input ends the server,
-and the server's end ends its children.
+(`argv`, `env`, `cwd`, `out`, `patch`). Answers go as JSON lines to standard output: `{"ready": pid}` once,
+`{"started": pid}`, and `{"ended": pid, "code": code}` when a child has ended, with the code negative for a signal. The end
+of standard input ends the server, and the server's end ends its children.
 
 A child runs `dflash_core.cli.main` as the command line does, with the default handling of signals, and leaves through
 the interpreter's own shutdown. `patch` names a function (`module:name`) and its arguments, called first: it is how a
