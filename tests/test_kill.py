@@ -34,8 +34,7 @@ OFTEN = "train.checkpoint_every=1"
 SIGNAL_AT_STEP = "tests.harness.breaks:signal_at_step"
 TWO_CELLS = "topology.cells=2"
 MOST_KILLS = 4
-SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed > 1 else ()) for seed in range(10)]
-SEEDS_OF_TWO_CELLS = [pytest.param(seed, marks=pytest.mark.slow if seed > 0 else ()) for seed in range(10)]
+SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed > 0 else ()) for seed in range(10)]
 
 
 def whole_lines(run_dir: Path) -> dict[str, bytes]:
@@ -117,7 +116,8 @@ def test_killed_before_each_change_of_a_file_while_checkpoints_are_written(bench
     assert_finished_like(reference, run_dir)
 
 
-@pytest.mark.parametrize("seed", SEEDS_OF_TWO_CELLS)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
 def test_two_cells_killed_together_at_random_moments(bench: Bench, seed: int) -> None:
     reference = bench.reference(OFTEN, TWO_CELLS)
     run_dir = bench.make(f"two-killed-{seed}", OFTEN, TWO_CELLS)
