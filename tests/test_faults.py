@@ -107,9 +107,11 @@ def test_a_stage_that_fails(bench: Bench, stage: str, kind: str) -> None:
     assert_resumes(bench, run_dir)
 
 
-def test_a_stage_that_blocks(bench: Bench) -> None:
+@pytest.mark.parametrize("stages", [("loader", "drafter", "checkpoint"), pytest.param(tuple(STAGES), marks=SLOW)])
+def test_a_stage_that_blocks(bench: Bench, stages: tuple[str, ...]) -> None:
     """The blocked code never returns, in the main thread or in another: the process ends all the same."""
-    runs = {stage: bench.make(f"{stage}-blocks", OFTEN, f"prefetch.stall_timeout_s={STALL_S}") for stage in STAGES}
+    limit = f"prefetch.stall_timeout_s={STALL_S}"
+    runs = {stage: bench.make(f"{stage}-blocks-{len(stages)}", OFTEN, limit) for stage in stages}
     children = {stage: start_broken(bench, run_dir, stage, "blocks") for stage, run_dir in runs.items()}
     for stage, run_dir in runs.items():
         assert_failed(run_dir, children[stage], told(stage, "blocks"), 2.0 * STALL_S + END_S)

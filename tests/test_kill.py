@@ -68,7 +68,7 @@ def kill_and_resume_until_done(bench: Bench, run_dir: Path, longest_s: float, se
         else:
             codes = [child.wait() for child in children]
         assert_nothing_lost(run_dir, rows_before)
-        assert_whole(run_dir)
+        assert_whole(run_dir, killed=True)
         assert root.run_attempt(run_dir) - attempt in (0, 1)
         if set(codes) == {0}:
             return kills, writing
@@ -106,7 +106,7 @@ def test_killed_before_each_change_of_a_file_while_checkpoints_are_written(bench
         before = whole_lines(run_dir)
         [code] = bench.train(run_dir, ("tests.harness.breaks:die_at_file_change", {"number": number, "below": below}))
         assert code in (0, KILLED)
-        assert_whole(run_dir)
+        assert_whole(run_dir, killed=True)
         assert_nothing_lost(run_dir, before)
         if code == 0:
             break
@@ -140,7 +140,7 @@ def test_a_cell_whose_peer_is_killed_ends_by_itself(bench: Bench, killed: int) -
     assert len(left.errors()) == 1 and "another cell ended" in left.errors()[0]
     assert root.run_state(run_dir) == "failed"
     assert RunFolder(run_dir).read_manifest()["error"] in ("the training process was killed", left.errors()[0][7:])
-    assert_whole(run_dir)
+    assert_whole(run_dir, killed=True)
 
 
 def test_the_number_of_cells_may_change_between_attempts(bench: Bench) -> None:
