@@ -112,14 +112,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "workspace"
 
 
-@pytest.fixture
-def micro_experiment(tmp_path: Path, home: Path, micro_target: Path) -> Path:
-    """An experiment file that trains ten small steps on the micro target."""
-    corpus = write_corpus(tmp_path / "train.jsonl")
-    held_out = write_corpus(tmp_path / "held_out.jsonl", 6)
+def write_micro_experiment(folder: Path, target: Path) -> Path:
+    """An experiment file that trains ten small steps on `target`, with its corpus beside it."""
+    corpus = write_corpus(folder / "train.jsonl")
+    held_out = write_corpus(folder / "held_out.jsonl", 6)
     values = {
         "name": "micro",
-        "target": {"path": str(micro_target)},
+        "target": {"path": str(target)},
         "data": {"name": "micro", "files": [str(corpus)], "held_out": str(held_out), "max_length": 256},
         "bucketing": {"num_buckets": 3, "token_budget": 512, "batches_per_step": 2},
         "draft": {"num_layers": 2, "block_size": 4, "num_taps": 2},
@@ -129,9 +128,15 @@ def micro_experiment(tmp_path: Path, home: Path, micro_target: Path) -> Path:
         "metrics": {"wandb": "disabled"},
         "evaluate": {"max_prompts": 4, "max_new_tokens": 24, "untrained_prompts": 1},
     }
-    path = tmp_path / "micro.yaml"
+    path = folder / "micro.yaml"
     path.write_text(yaml.safe_dump(values, sort_keys=False))
     return path
+
+
+@pytest.fixture
+def micro_experiment(tmp_path: Path, home: Path, micro_target: Path) -> Path:
+    """An experiment file that trains ten small steps on the micro target."""
+    return write_micro_experiment(tmp_path, micro_target)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from dflash_core.errors import CheckpointError
+from dflash_core.errors import CheckpointError, SchemaError
 from dflash_core.model.weights import load_draft, save_draft, weight_pieces
 from dflash_core.provenance import digest_file
 from dflash_core.training.checkpoint import (
@@ -183,7 +183,7 @@ DAMAGE = {
     "a file": a_file,
     "of another step": of_another_step,
     "counters changed": state_with(counters={}),
-    "another schema": state_with(schema_version=1),
+    "schema of another kind": state_with(schema_version="1"),
     "step of another kind": state_with(next_step="12"),
     **{f"state {text[:9]!r}": state_text(text) for text in ("", "null", "{", "[]", "7", "[" * 200_000, '{"schema_version": 2}')},
     "state not text": lambda folder: (folder / "state.json").write_bytes(b"\xff\xfe\x00") and None,
@@ -204,6 +204,14 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_line(tmp_path: Path, damag
     (written,) = write(tmp_path, 12)
     check_checkpoint(written)
     assert [name for name in names(tmp_path) if name != "elsewhere"] == ["step-000008", "step-000012"]
+
+
+def test_a_checkpoint_of_another_version_is_told_and_not_passed_over(tmp_path: Path) -> None:
+    """Passing over it would begin the run anew, and drop what it had reached."""
+    _, newest = write(tmp_path, 8, 12)
+    state_with(schema_version=1)(newest)
+    with pytest.raises(SchemaError, match="step-000012: schema version 1, expected 2; go on with the version"):
+        newest_checkpoint(tmp_path)
 
 
 def test_names_that_are_not_ours_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ Building, running and ending are three files: `assembly`, `steps`, and this one.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -17,17 +18,17 @@ from typing import Any
 import torch
 
 from dflash_core.data import Dataset
-from dflash_core.errors import EXIT_TRAINING_FAILED, CellLostError, ConfigError, DFlashError, StoppedBySignal
+from dflash_core.errors import EXIT_TRAINING_FAILED, CellLostError, ConfigError, DFlashError, StageError, StoppedBySignal
 from dflash_core.pipeline import Stopped, Supervisor, watchdog
 from dflash_core.pipeline.threads import start_thread
-from dflash_core.training.assembly import CellParts, build_cell
+from dflash_core.training.assembly import Cell, CellParts, build_cell
 from dflash_core.training.checkpoint import newest_checkpoint
 from dflash_core.training.devices import CellDevices, cell_devices
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.job import TrainingJob
 from dflash_core.training.run_folder import now
 from dflash_core.training.schedule import RunPlan
-from dflash_core.training.steps import train_steps
+from dflash_core.training.steps import ANOTHER_CELL, train_steps
 from dflash_core.training.stop_request import StopRequest
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ def run_cell(job: TrainingJob, parts: CellParts | None = None) -> dict[str, Any]
         StoppedBySignal: a signal came; the state was saved.
         TrainingError: anything else; the first failure of any thread.
     """
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # a signal such as SIGBUS ends the process without a word otherwise
     torch.set_num_threads(job.topology.threads_per_device)
     local_cell = int(os.environ.get("LOCAL_RANK", "0"))
     devices = cell_devices(job.topology, local_cell)
@@ -84,9 +87,10 @@ def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopReq
                 with watchdog(supervisor, job.prefetch.stall_timeout_s, partial(_give_up, job, group)):
                     try:
                         next_step = train_steps(cell, stop)
-                    finally:
-                        supervisor.close()  # before the sink: threads may still be logging
-                        cell.sink.close()
+                    except BaseException:
+                        _close(cell, failed=True)
+                        raise
+                    _close(cell, failed=False)
             except Stopped:  # some thread failed; what it raised is what the user must see
                 raise supervisor.failure or RuntimeError("stopped without a reason") from None
         if supervisor.failure is not None:
@@ -108,9 +112,23 @@ def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopReq
         )
     if not done:
         raise StoppedBySignal(
-            f"stopped by {stop.signal_name} after step {next_step} of {cell.plan.num_steps}; run again to resume"
+            f"stopped by {stop.signal_name or ANOTHER_CELL} after step {next_step} of {cell.plan.num_steps}; run again to resume"
         )
     return job.run.read_manifest()
+
+
+def _close(cell: Cell, failed: bool) -> None:
+    """End the threads, and then the metrics, which threads may still be logging to.
+
+    After a failure that failure is what the user must see, not that a full disk cannot be flushed either.
+    """
+    cell.supervisor.close()
+    try:
+        cell.sink.close()
+    except OSError as error:
+        if not failed:
+            raise StageError("metrics", None, error) from error
+        log.error("the metrics could not be closed: %s", error)
 
 
 def _give_up(job: TrainingJob, group: CellGroup, error: DFlashError) -> None:
@@ -123,6 +141,8 @@ def _give_up(job: TrainingJob, group: CellGroup, error: DFlashError) -> None:
 
 def _record_failure(job: TrainingJob, group: CellGroup, error: BaseException) -> None:
     """Put the failure into the manifest: any cell its own, and one that only lost the others leaves theirs alone."""
+    if not (job.run.path / "manifest.json").exists():
+        return  # somebody has deleted the run; what is written now would look like one
     if isinstance(error, CellLostError) and (not group.is_first or job.run.read_manifest().get("error") is not None):
         return
     text = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from dflash_core.errors import CellLostError, TrainingError
 from dflash_core.provenance import digest_json
@@ -41,7 +43,13 @@ class CellGroup:
             torch.cuda.set_device(device)  # else every cell would take memory of the first GPU
         if size > 1:
             try:
-                distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+                limit = timedelta(seconds=timeout_s)
+                store, rank, size = next(rendezvous("env://", timeout=limit))
+                # A launcher that starts the cells again keeps its store; addresses of the attempt before are still in it, and
+                # a cell would wait for processes that are gone.
+                store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+                backend = "nccl" if on_gpu else "gloo"
+                distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
             except RuntimeError as error:
                 raise CellLostError(f"cell {os.environ.get('RANK')}: the other cells could not be reached") from error
         return cls(int(os.environ.get("RANK", "0")), size)

@@ -215,7 +215,7 @@ def take_batches(
         with supervisor.busy("drafter", seq_no):
             try:
                 trainer.add(totals, item)
-            except Exception as error:  # the batch's number is known only here
+            except (Exception, SystemExit) as error:  # the batch's number is known only here
                 raise StageError("drafter", seq_no, error) from error
         budget.release(item.loaded.num_bytes)
     return True

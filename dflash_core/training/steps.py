@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
-from dflash_core.errors import TrainingError
+from dflash_core.errors import DFlashError, StageError, TrainingError
 from dflash_core.training.assembly import Cell
 from dflash_core.training.loop import StepTotals, batch_rows, take_batches
 from dflash_core.training.retention import passed_over
@@ -20,7 +22,7 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
     job, trainer, first_step = cell.job, cell.trainer, cell.first_step
     damaged = passed_over(job.run.checkpoints, first_step)
     if first_step or damaged:
-        cell.event("resume", first_step, passed_over=damaged)
+        _event(cell, "resume", first_step, passed_over=damaged)
     next_step, last_saved = first_step, first_step or None
     scores: list[float] = []  # of the steps since the last checkpoint
 
@@ -34,8 +36,7 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
         if not take_batches(trainer, outline.num_batches, cell.ready, cell.prefetcher.budget, totals, abandon, cell.supervisor):
             stopping = True  # what the step had added up is dropped; a resume trains it from its first batch
         else:
-            with cell.supervisor.busy(f"optimizer step {outline.step}", patience=JOIN_PATIENCE):
-                row = trainer.end(outline.step, totals, stop.signal_name is not None)
+            row = _end_step(cell, outline.step, totals, stop.signal_name is not None)
             cell.supervisor.check()
             stopping = row.pop("stop")
             waits = {"data_wait_s": cell.monitor.mean_target_idle_s() - idle, "target_wait_s": totals.target_wait_s}
@@ -49,7 +50,7 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
                 _checkpoint(cell, next_step, scores)
                 last_saved = next_step
         if stopping:
-            cell.event("signal", next_step, name=stop.signal_name)
+            _event(cell, "signal", next_step, name=stop.signal_name or ANOTHER_CELL)
             break
     if next_step != last_saved:
         _checkpoint(cell, next_step, scores)
@@ -62,15 +63,45 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
 # How much longer than the watchdog's limit the end of a step may last: it waits for the other cells, and a cell that hangs
 # is to be named by its own watchdog.
 JOIN_PATIENCE = 1.5
+# What stopped a cell that got no signal itself; the cells stop together.
+ANOTHER_CELL = "a signal to another cell"
+
+
+def _end_step(cell: Cell, step: int, totals: StepTotals, stop: bool) -> dict[str, Any]:
+    """Join the cells and apply the step; raises StageError, which names it, for what goes wrong in it."""
+    stage = f"optimizer step {step}"
+    with cell.supervisor.busy(stage, patience=JOIN_PATIENCE):
+        try:
+            return cell.trainer.end(step, totals, stop)
+        except DFlashError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise StageError(stage, None, error) from error
+
+
+@contextmanager
+def _writing_metrics(step: int) -> Iterator[None]:
+    """The rows are the truth about a run, which must not go on without them; says that it was they that failed."""
+    try:
+        yield
+    except OSError as error:
+        raise StageError(f"metrics of step {step}", None, error) from error
+
+
+def _event(cell: Cell, kind: str, step: int, **fields: Any) -> None:
+    with _writing_metrics(step):
+        cell.event(kind, step, **fields)
 
 
 def _checkpoint(cell: Cell, next_step: int, scores: list[float]) -> None:
     """Save the state, with the mean of the scores, which begin anew."""
     if cell.writer is not None:
+        if not (cell.job.run.path / "manifest.json").exists():  # a checkpoint would make a folder that only looks like a run
+            raise TrainingError(f"{cell.job.run.path}: the run was deleted while it was trained")
         skipped = cell.trainer.skipped_in_a_row
         counters = {"identity": cell.job.identity, "plan": cell.trained, "skipped_in_a_row": skipped}
         score = fmean(scores) if scores else None
-        with cell.supervisor.busy("snapshot"):
+        with cell.supervisor.busy("snapshot"), _writing_metrics(next_step):
             cell.writer.save(next_step, cell.trainer.draft, cell.trainer.optimizer, counters, score)
     scores.clear()
 
@@ -79,19 +110,20 @@ def _log_step(cell: Cell, outline: StepOutline, totals: StepTotals, row: dict[st
     """Log a finished step and its batches; raises TrainingError after too many non-finite steps in a row."""
     rows = batch_rows(totals)
     started = time.monotonic()
-    for batch_row in rows:
-        cell.sink.log("batches", batch_row)
-    if cell.group.is_first:
-        step = {
-            "step": outline.step,
-            "epoch": outline.epoch,
-            **row,
-            "mean_seq_len": row["num_tokens"] / max(1, row["num_sequences"]),
-            "max_seq_len": outline.max_seq_len,
-            "prefetch_depths": cell.prefetcher.depths(),
-            "ready_depth": cell.ready.depth(),
-        }
-        cell.sink.log("steps", step)
+    with _writing_metrics(outline.step):
+        for batch_row in rows:
+            cell.sink.log("batches", batch_row)
+        if cell.group.is_first:
+            step = {
+                "step": outline.step,
+                "epoch": outline.epoch,
+                **row,
+                "mean_seq_len": row["num_tokens"] / max(1, row["num_sequences"]),
+                "max_seq_len": outline.max_seq_len,
+                "prefetch_depths": cell.prefetcher.depths(),
+                "ready_depth": cell.ready.depth(),
+            }
+            cell.sink.log("steps", step)
     if row["skipped"]:
         _log_skip(cell, outline.step, rows, row)
     cell.monitor.step_done(outline.step)
@@ -102,7 +134,7 @@ def _log_skip(cell: Cell, step: int, rows: list[dict[str, Any]], row: dict[str, 
     """Every cell writes down its own batches of a skipped step, and which of them had a loss that is not finite."""
     batches = [batch["seq_no"] for batch in rows]
     not_finite = [batch["seq_no"] for batch in rows if not math.isfinite(batch["loss_sum"])]
-    cell.event("skip", step, batches=batches, not_finite=not_finite, grad_norm=row["grad_norm"], loss=row["loss"])
+    _event(cell, "skip", step, batches=batches, not_finite=not_finite, grad_norm=row["grad_norm"], loss=row["loss"])
     in_a_row = cell.trainer.skipped_in_a_row
     if in_a_row >= cell.job.train.max_skipped_in_a_row:
         culprits = f", of which {not_finite} have a loss that is not finite" if not_finite else ""

@@ -1,0 +1,1 @@
+"""Whole runs in processes of their own, cheap enough to be killed by the dozen."""
