@@ -20,6 +20,7 @@ from dflash_core.errors import ConfigError, DataError
 from dflash_core.experiment_data import dataset_folder, edges, target_folder
 from dflash_core.experiment_file import ExperimentConfig
 from dflash_core.simulation import (
+    MOST_CELLS,
     BatchWork,
     CardFigures,
     CellSettings,
@@ -50,10 +51,10 @@ from dflash_core.simulation import (
     simulate,
 )
 
-# A plan with more cells is refused (bucketing.cells.MOST_CELLS).
-MOST_CELLS = 1023
 # Join of gradients between processes of one machine without GPUs, 10^9 bytes a second: gloo over the loopback device, measured.
 CORES_LINK_GB_S = 0.5
+# Batches by which sizes are judged before a layout is chosen, and most steps in which a pipeline is filled.
+SAMPLE, MOST_FILLING = 128, 12
 FEATURE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -74,7 +75,8 @@ class Simulation:
         self.measured: MeasuredCosts | None = None if request.measured is None else read_costs(request.measured)
         self.sequences, self.source = self._sequences()
         self.edges = edges(config, self.sequences.length)
-        self._shapes: dict[tuple[int, int, int], Shapes] = {}
+        self._shapes: dict[tuple[int, int, int], Shapes] = {}  # those planned last
+        self._sampled: Shapes | None = None
 
     def _model(self) -> ModelFigures:
         if self.request.target_model is not None:
@@ -229,48 +231,44 @@ class Simulation:
                 return f"{whose} needs {needs[place]:.0f} GB, the {self.card.name} has {self.card.memory_gb:g}"
         return None
 
-    def run(
-        self, layout: Layout, *, first_step: int | None = None, last_step: int | None = None
-    ) -> tuple[Simulated, Shapes, int]:
-        """Simulate a layout: the run, its batches, and the number of batches in a step.
+    def window(self, layout: Layout) -> tuple[int, int, int]:
+        """First and last step that are counted, and the number of steps in all.
 
-        By default the pipeline has been filled twice before the counted steps, and has more to do behind them.
+        Before them the pipeline is filled twice, and behind them there is enough to keep it full.
         """
         per_step = batches_per_step(self.config.bucketing.batches_per_step, layout.num_cells)
-        if first_step is None or last_step is None:
-            mean = self._mean_bytes(per_step)
-            held = self.config.prefetch.max_bytes / mean + layout.targets_per_cell * 2
-            fill = min(24, 1 + math.ceil(held * layout.num_cells / per_step))
-            first_step, last_step = 2 * fill, 2 * fill + self.request.steps - 1
-            behind = fill
-        else:
-            behind = 0
-        shapes = self.shapes(layout.num_cells, per_step, last_step + 1 + behind)
-        works = self.works(shapes, layout.num_cells, layout.colocated)
+        held = self.config.prefetch.max_bytes / float(self._sample().num_bytes.mean()) + 2 * layout.targets_per_cell
+        fill = min(MOST_FILLING, 1 + math.ceil(held * layout.num_cells / per_step))
+        return 2 * fill, 2 * fill + self.request.steps - 1, 3 * fill + self.request.steps
+
+    def run(self, layout: Layout, window: tuple[int, int, int] | None = None) -> tuple[Simulated, Shapes]:
+        """Simulate a layout: the run, and the batches of its counted steps; see `window`."""
+        first_step, last_step, num_steps = window or self.window(layout)
+        per_step = batches_per_step(self.config.bucketing.batches_per_step, layout.num_cells)
+        shapes = self.shapes(layout.num_cells, per_step, num_steps)
         run = simulate(
-            works,
+            self.works(shapes, layout.num_cells, layout.colocated),
             self.settings(layout),
             self.step_work(layout),
             self.machine(layout),
             first_step=first_step,
             last_step=last_step,
         )
-        counted = (shapes.step >= first_step) & (shapes.step <= last_step)
-        return run, _only(shapes, counted), per_step
+        return run, shapes.only((shapes.step >= first_step) & (shapes.step <= last_step))
 
-    def _mean_bytes(self, per_step: int) -> float:
-        """Bytes of a mean batch."""
-        sample = next(self._plans(1, per_step))
-        count = min(64, sample.num_batches)
-        shapes = self._make_shapes()(sample, max(1, math.ceil(count / per_step)))
-        return float(shapes.num_bytes.mean())
+    def _sample(self) -> Shapes:
+        """Some batches of the experiment, planned for one cell."""
+        if self._sampled is None:
+            per_step = self.config.bucketing.batches_per_step
+            self._sampled = join_epochs(self._plans(1, per_step), self._make_shapes(), math.ceil(SAMPLE / per_step))
+        return self._sampled
 
     def row(self, layout: Layout) -> dict[str, Any]:
         """What is told of a layout."""
-        run, shapes, per_step = self.run(layout)
-        mean_bytes = float(shapes.num_bytes.mean())
+        run, shapes = self.run(layout)
+        per_step = batches_per_step(self.config.bucketing.batches_per_step, layout.num_cells)
         prefetch = self.config.prefetch
-        slots = layout.targets_per_cell * (prefetch.queue_batches + 1) + 3 * prefetch.num_workers
+        held = prefetch.max_bytes / float(shapes.num_bytes.mean())
         notes = []
         if per_step != self.config.bucketing.batches_per_step:
             notes.append(
@@ -299,16 +297,21 @@ class Simulation:
             "steps_per_s": run.num_steps / run.duration_s,
             **found,
             **shares(run),
-            "batches_in_byte_budget": round(prefetch.max_bytes / mean_bytes, 2),
+            "batches_in_byte_budget": round(held, 2),
             "why": explain(
                 run,
-                max_bytes=prefetch.max_bytes,
-                mean_batch_bytes=mean_bytes,
-                per_step=per_step / layout.num_cells,
-                queues_by_bytes=prefetch.max_bytes / mean_bytes < slots,
+                batches_in_budget=held,
+                batches_per_cell=per_step / layout.num_cells,
+                cost_spread=self._cost_spread(shapes, layout.colocated),
             ),
             "notes": notes,
         }
+
+    def _cost_spread(self, shapes: Shapes, colocated: bool) -> float:
+        """How far the drafter's cost of a batch is from its padded tokens, by which cells are balanced: a share."""
+        works = self.works(shapes, int(shapes.cell.max()) + 1, colocated)
+        ratio = np.array([work.draft_s / work.num_padded_tokens for cell in works for work in cell])
+        return float(ratio.std() / ratio.mean()) if ratio.mean() > 0 else 0.0
 
     def compare(self, layouts: Sequence[Layout]) -> dict[str, Any]:
         """Rows of all layouts that can be, by anchors a second, best first, and why others are left out."""
@@ -317,7 +320,7 @@ class Simulation:
             if layout.num_cells > MOST_CELLS:
                 reason: str | None = f"a plan holds at most {MOST_CELLS} cells"
             else:
-                reason = self.does_not_fit(layout, self._some_shapes())
+                reason = self.does_not_fit(layout, self._sample())
             if reason is None:
                 rows.append((layout, self.row(layout)))
             else:
@@ -325,12 +328,6 @@ class Simulation:
         rows.sort(key=lambda pair: (-pair[1]["anchors_per_s"], pair[0].num_cells))
         lines = self.experiment_lines(rows[0][0], rows[0][1]) if rows else []
         return {"topologies": [row for _, row in rows], "left_out": left_out, "experiment_lines": lines}
-
-    def _some_shapes(self) -> Shapes:
-        key = (1, self.config.bucketing.batches_per_step, 1)
-        if key not in self._shapes:
-            self._shapes[key] = join_epochs(self._plans(1, key[1]), self._make_shapes(), 8)
-        return self._shapes[key]
 
     def experiment_lines(self, layout: Layout, row: dict[str, Any]) -> list[str]:
         """What to put into the experiment file for a layout."""
@@ -341,10 +338,6 @@ class Simulation:
         if row["batches_per_step"] != self.config.bucketing.batches_per_step:
             lines += ["bucketing:", f"  batches_per_step: {row['batches_per_step']}"]
         return lines
-
-
-def _only(shapes: Shapes, chosen: Any) -> Shapes:
-    return Shapes(**{name: getattr(shapes, name)[chosen] for name in Shapes.__dataclass_fields__})
 
 
 def simulate_experiment(config: ExperimentConfig, request: SimulationRequest) -> dict[str, Any]:

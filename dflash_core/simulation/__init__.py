@@ -10,7 +10,7 @@ from dflash_core.simulation.flops import Assumptions, DraftFigures, Table
 from dflash_core.simulation.report import describe_simulation, explain, shares
 from dflash_core.simulation.request import SimulationRequest, parse_gpus
 from dflash_core.simulation.simulate import CellTimes, Machine, Simulated, simulate
-from dflash_core.simulation.topologies import Layout, batches_per_step, core_layouts, gpu_layouts
+from dflash_core.simulation.topologies import MOST_CELLS, Layout, batches_per_step, core_layouts, gpu_layouts
 from dflash_core.simulation.workload import (
     Sequences,
     Shapes,
@@ -23,6 +23,7 @@ from dflash_core.simulation.workload import (
 __all__ = [
     "CARDS",
     "MODELS",
+    "MOST_CELLS",
     "Assumptions",
     "BatchWork",
     "CardFigures",

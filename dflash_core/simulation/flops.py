@@ -99,7 +99,8 @@ class Table:
         """Forward to the last tap; causal attention costs half of its square."""
         layers, model = self.draft.last_tap + 1, self.target
         attention = 2.0 * model.num_heads * model.head_dim * shapes.squares
-        return layers * (2.0 * model.layer_parameters * shapes.padded_tokens + attention)
+        flops: FloatArray = layers * (2.0 * model.layer_parameters * shapes.padded_tokens + attention)
+        return flops
 
     def draft_flops(self, shapes: Shapes) -> FloatArray:
         """Forward and backward of a batch."""
@@ -113,22 +114,25 @@ class Table:
         attention = ATTENTION_TRAINING * 4.0 * draft.num_layers * model.num_heads * model.head_dim * seen
         # The frozen head: forward, again in backward instead of keeping logits, and the gradient of its input.
         head = shapes.labelled * 6.0 * model.vocab_size * model.hidden_size
-        return context + layers + attention + head
+        flops: FloatArray = context + layers + attention + head
+        return flops
 
     def target_s(self, shapes: Shapes) -> FloatArray:
         """Seconds of a target for each batch: operations, reading all weights once, or some 15 launches a layer."""
         layers = self.draft.last_tap + 1
         read = 2.0 * layers * self.target.layer_parameters / (self.card.bandwidth_gb_s * 1e9)
-        return np.maximum(self.target_flops(shapes) / self._speed, max(read, 15 * layers * self.assumptions.launch_s))
+        busy: FloatArray = np.maximum(self.target_flops(shapes) / self._speed, max(read, 15 * layers * self.assumptions.launch_s))
+        return busy
 
     def draft_s(self, shapes: Shapes, *, colocated: bool) -> FloatArray:
         """Seconds of the drafter for each batch; apart from its targets it also copies the features over the link."""
         launches = (40 * self.draft.num_layers + 60) * self.assumptions.launch_s
-        busy = np.maximum(self.draft_flops(shapes) / self._speed, launches)
+        busy: FloatArray = np.maximum(self.draft_flops(shapes) / self._speed, launches)
         return busy if colocated else busy + shapes.padded_tokens * self.feature_bytes / self._link(1)
 
     def load_s(self, shapes: Shapes) -> FloatArray:
-        return shapes.padded_tokens * self.assumptions.load_s_per_token
+        seconds: FloatArray = shapes.padded_tokens * self.assumptions.load_s_per_token
+        return seconds
 
     def step_work(self, num_cells: int, num_nodes: int) -> StepWork:
         """The join of fp32 gradients as a ring, 2 (n - 1) / n of their bytes over each link, and AdamW."""

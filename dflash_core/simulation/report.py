@@ -10,36 +10,42 @@ from dflash_core.simulation.simulate import Simulated
 
 # Shares of the time from which something counts as busy, or as worth a word.
 BUSY, NOTABLE = 0.93, 0.05
+# Topologies of a machine that are shown; all are in the result.
+SHOWN = 4
 
 
-def explain(run: Simulated, *, max_bytes: int, mean_batch_bytes: float, per_step: float, queues_by_bytes: bool) -> str:
+def explain(run: Simulated, *, batches_in_budget: float, batches_per_cell: float, cost_spread: float) -> str:
     """One or two sentences: which stage bounds the throughput, and what would help.
 
     Args:
-        max_bytes: the byte budget of a cell.
-        mean_batch_bytes: bytes of a mean batch.
-        per_step: batches of a cell in a step.
-        queues_by_bytes: bytes, and not the queues' items, bound what is in flight.
+        batches_in_budget: mean batches that the byte budget of a cell holds.
+        batches_per_cell: batches of a cell in a step.
+        cost_spread: how far the drafter's costs are from padded tokens, by which cells are balanced.
     """
-    drafters = run.share("draft", "optimizer", "reduce")
-    wait, barrier, targets = run.share("wait"), run.share("barrier"), run.target_busy
-    figures = f"drafters {run.share('draft'):.0%} busy, targets {targets:.0%}"
-    held = max_bytes / mean_batch_bytes
+    wait, barrier, joined = run.share("wait"), run.share("barrier"), run.share("reduce")
+    figures = f"drafters {run.share('draft'):.0%} busy, targets {run.target_busy:.0%}"
     if run.cores_busy is not None and run.cores_busy >= BUSY:
-        what = f"core-bound: all cores {run.cores_busy:.0%} busy; more targets or cells would only take turns"
-    elif wait >= max(barrier, NOTABLE) and wait >= 1.0 - drafters - barrier - 0.02:
-        what = _waiting(run, figures, held, queues_by_bytes)
-    elif barrier >= NOTABLE:
-        what = (
-            f"step-bound: cells wait {barrier:.0%} of the time for the dearest one ({figures}); {per_step:.1f} batches a cell and"
-            " step, with more of them cells come out even"
-        )
+        what = f"core-bound: the cores are {run.cores_busy:.0%} busy ({figures}); more targets or cells would take turns"
+    elif wait >= NOTABLE and wait >= max(barrier, joined):
+        what = _waiting(run, figures, batches_in_budget)
+    elif barrier >= max(NOTABLE, joined):
+        hint = _even(batches_per_cell, cost_spread)
+        what = f"step-bound: cells wait {barrier:.0%} of the time for the dearest one ({figures}); {hint}"
+    elif joined >= NOTABLE:
+        what = f"join-bound: joining gradients takes {joined:.0%} of the time ({figures}); larger steps join less often"
     else:
         what = f"draft-bound: {figures}{_spare_targets(run)}"
-    joined = run.share("reduce")
-    if joined >= NOTABLE:
-        what += f"; joining gradients takes {joined:.0%}, larger steps would pay it less often"
     return what
+
+
+def _even(batches_per_cell: float, cost_spread: float) -> str:
+    """What would make cells more equal."""
+    if cost_spread >= 2 * NOTABLE:
+        return (
+            f"they are balanced by padded tokens, and the drafter's cost of a token differs by {cost_spread:.0%} between batches:"
+            " bucketing.max_sequences or fewer anchors make batches of short sequences cheaper"
+        )
+    return f"with more than {batches_per_cell:.1f} batches a cell and step they come out even"
 
 
 def _spare_targets(run: Simulated) -> str:
@@ -49,15 +55,15 @@ def _spare_targets(run: Simulated) -> str:
     return f"; {needed} target{'s' if needed > 1 else ''} per cell would be enough"
 
 
-def _waiting(run: Simulated, figures: str, held: float, queues_by_bytes: bool) -> str:
-    wait, targets = run.share("wait"), run.target_busy
+def _waiting(run: Simulated, figures: str, batches_in_budget: float) -> str:
+    wait = run.share("wait")
     bytes_wait = sum(cell.budget_s / cell.total_s for cell in run.cells) / len(run.cells)
-    if targets >= BUSY:
-        wanted = math.ceil(run.num_targets / max(1e-9, 1.0 - wait))
+    if run.target_busy >= BUSY:
+        wanted = math.ceil(run.num_targets / max(0.01, 1.0 - wait))
         return f"target-bound: {figures}; {wanted} targets per cell would keep the drafter busy"
-    if bytes_wait >= 0.5 and queues_by_bytes:
-        return f"the byte budget holds {held:.1f} batches ({figures}): prefetch.max_bytes is the bottleneck"
-    return f"loader-bound: {figures}, and neither is short of the other; prefetch.num_workers or the loading itself is the bottleneck"
+    if bytes_wait >= 0.5:
+        return f"the byte budget holds {batches_in_budget:.1f} batches ({figures}): prefetch.max_bytes is the bottleneck"
+    return f"loader-bound: {figures}; batches come too slowly for both: prefetch.num_workers or the files are the bottleneck"
 
 
 def shares(run: Simulated) -> dict[str, Any]:
@@ -113,7 +119,7 @@ def describe_simulation(result: dict[str, Any]) -> list[str]:
     for machine in result["machines"]:
         name = f"{machine['cores']} cores" if "cores" in machine else f"{machine['gpus']} GPUs"
         lines += ["", f"{name}, best first by anchors per second"]
-        rows = machine["topologies"]
+        rows = machine["topologies"][:SHOWN]
         lines += table(rows)
         lines += [f"    note: {note}" for note in dict.fromkeys(note for row in rows[:1] for note in row["notes"])]
         lines += [f"left out: {left['topology']}: {left['reason']}" for left in machine["left_out"]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_core.config import Dispatch
 from dflash_core.simulation.cell import BatchWork, CellPools, CellSettings, SimulatedCell, StepWork
 from dflash_core.simulation.clock import Clock, Pool
 
@@ -88,7 +87,7 @@ class Simulated:
 
     def share(self, *names: str) -> float:
         """Mean over cells of the named times of the drafter, as a share of the whole."""
-        return sum(getattr(c, f"{n}_s") / c.total_s for c in self.cells for n in names) / len(self.cells)
+        return float(sum(getattr(c, f"{n}_s") / c.total_s for c in self.cells for n in names) / len(self.cells))
 
     @property
     def target_busy(self) -> float:
@@ -160,7 +159,7 @@ def _times(cell: SimulatedCell, first_step: int, last_step: int) -> CellTimes:
     end, begin = cell.snapshots[last_step], cell.snapshots[first_step - 1] if first_step else {}
 
     def passed(name: str) -> float:
-        return end.get(name, 0.0) - begin.get(name, 0.0)
+        return max(0.0, end.get(name, 0.0) - begin.get(name, 0.0))  # of two equal sums one may be rounded down
 
     draft, wait, barrier, reduce, optimizer = (passed(name) for name in DRAFTER_STATES)
     return CellTimes(passed("now"), draft, wait, barrier, reduce, optimizer, passed("target_busy"), passed("budget"))

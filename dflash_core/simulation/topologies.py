@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GPUS_PER_NODE = 8
+MOST_CELLS = 1023  # a plan with more is refused (bucketing.cells.MOST_CELLS)
 # Targets of a cell that are tried where cores are shared; more only take turns.
 TARGETS_ON_CORES = (1, 2, 3, 4, 6, 8)
 
@@ -48,8 +49,11 @@ def gpu_layouts(num_gpus: int) -> list[Layout]:
     """
     num_nodes = -(-num_gpus // GPUS_PER_NODE)
     per_node = num_gpus // num_nodes
+    colocated = [Layout(num_gpus, num_nodes, per_node, 1, colocated=True)]
+    if num_nodes * per_node > MOST_CELLS:
+        colocated.append(Layout(num_gpus, MOST_CELLS // per_node, per_node, 1, colocated=True))
     apart = [Layout(num_gpus, num_nodes, per_node // (t + 1), t) for t in range(1, per_node)]
-    return [Layout(num_gpus, num_nodes, per_node, 1, colocated=True), *apart]
+    return colocated + apart
 
 
 def core_layouts(num_cores: int) -> list[Layout]:

@@ -10,6 +10,7 @@ import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,10 @@ class Shapes:
 
     def __len__(self) -> int:
         return len(self.step)
+
+    def only(self, chosen: NDArray[np.bool_]) -> Shapes:
+        """The chosen batches."""
+        return Shapes(**{name: column[chosen] for name, column in _columns(self).items()})
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ def join_epochs(plans: Iterator[EpochPlan], make: Callable[[EpochPlan, int], Sha
     return Shapes(**{name: np.concatenate([_columns(part)[name] for part in parts]) for name in _columns(parts[0])})
 
 
-def _columns(shapes: Shapes) -> dict[str, NDArray[np.generic]]:
+def _columns(shapes: Shapes) -> dict[str, NDArray[Any]]:
     return {field.name: getattr(shapes, field.name) for field in fields(shapes)}
 
 
