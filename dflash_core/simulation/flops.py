@@ -127,7 +127,7 @@ class Table:
     def draft_s(self, shapes: Shapes, *, colocated: bool) -> FloatArray:
         """Seconds of the drafter for each batch; apart from its targets it also copies the features over the link."""
         launches = (40 * self.draft.num_layers + 60) * self.assumptions.launch_s
-        busy: FloatArray = np.maximum(self.draft_flops(shapes) / self._speed, launches)
+        busy = np.asarray(np.maximum(self.draft_flops(shapes) / self._speed, launches), dtype=np.float64)
         return busy if colocated else busy + shapes.padded_tokens * self.feature_bytes / self._link(1)
 
     def load_s(self, shapes: Shapes) -> FloatArray:
