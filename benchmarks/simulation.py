@@ -8,7 +8,8 @@ fitted: this shows the queues, the byte budget and the order of the model.
 `training`: real runs of the demo's experiment on the CPU, one arithmetic thread a device, every one in a process of its own
 (several cells under torchrun). Costs are fitted to the run with one cell and one target, and all others are predicted with
 them and the number of cores. The rows take turns; a ratio is the median over the rounds. What other programs took of the
-machine during a run is printed beside it: above a tenth of a core the row says little.
+machine during a run is printed beside it: above a tenth of a core the ratio says little, and the last column, predicted with
+the cores that they left, is a rough guide.
 """
 
 from __future__ import annotations
@@ -76,28 +77,37 @@ def train(config: Any, run_dir: Path) -> float:
 
 
 def compare_training(steps: int, rounds: int, cores: int, folder: Path) -> None:
-    from dflash_core.experiment_simulation import Simulation
-    from dflash_core.simulation import Layout, SimulationRequest
-
     window = (WARM_UP, steps - BEHIND - 1, steps)
-    ratios: dict[tuple[int, int], list[tuple[float, float, float]]] = {case: [] for case in TRAINING}
+    found: dict[tuple[int, int], list[tuple[float, float, float, float]]] = {case: [] for case in TRAINING}
     for number in range(rounds):
         for cells, targets in TRAINING:
             shape = [f"topology.cells={cells}", f"topology.targets_per_cell={targets}", f"train.max_steps={steps}"]
             config, run_dir = load(shape), folder / f"round{number}-{cells}x{targets}"
             others = train(config, run_dir)
-            measured = throughput(run_dir, *window[:2])
-            request = SimulationRequest(measured=folder / f"round{number}-1x1", cores=cores)
-            predicted = predict(Simulation(config, request), Layout(0, 1, cells, targets), window)
-            ratios[cells, targets].append((measured, predicted, others))
-    print(f"\ntraining, {steps} steps, {rounds} rounds, {cores} cores; costs from 1 cell x (1 + 1)")
-    print(
-        f"{'cells x (targets + 1)':24} {'measured':>10} {'predicted':>10} {'ratio':>6}   others' cores; padded tokens/s, medians"
-    )
-    for (cells, targets), found in ratios.items():
-        measured, predicted, others = (statistics.median(column) for column in zip(*found, strict=True))
-        ratio = statistics.median(p / m for m, p, _ in found)
-        print(f"{f'{cells} x ({targets} + 1)':24} {measured:10,.0f} {predicted:10,.0f} {ratio:6.3f}   {others:.2f}")
+            measured, costs = throughput(run_dir, *window[:2]), folder / f"round{number}-1x1"
+            predicted, left = (predict_on(config, costs, (cells, targets), some, window) for some in (cores, cores - others))
+            found[cells, targets].append((measured, predicted, left, others))
+            print(f"  round {number}: {cells} x ({targets} + 1) {measured:,.0f}, predicted {predicted:,.0f}", flush=True)
+    print(f"\ntraining, {steps} steps, {rounds} rounds, {cores} cores; costs from 1 cell x (1 + 1); padded tokens/s, medians")
+    print(f"{'cells x (targets + 1)':22} {'measured':>9} {'predicted':>9} {'ratio':>6}   {'others':>6} {'on the cores left':>18}")
+    for (cells, targets), rows in found.items():
+        measured, predicted, _, others = (statistics.median(column) for column in zip(*rows, strict=True))
+        ratio, on_left = (statistics.median(row[i] / row[0] for row in rows) for i in (1, 2))
+        name = f"{cells} x ({targets} + 1)"
+        print(f"{name:22} {measured:9,.0f} {predicted:9,.0f} {ratio:6.3f}   {others:6.2f} {on_left:18.3f}")
+
+
+def predict_on(config: Any, costs: Path, shape: tuple[int, int], cores: float, window: tuple[int, int, int]) -> float:
+    """Padded tokens a second on a number of cores, which need not be whole."""
+    from dflash_core.experiment_simulation import Simulation
+    from dflash_core.simulation import Layout, Machine, SimulationRequest
+
+    class OnCores(Simulation):
+        def machine(self, layout: Layout) -> Machine:
+            return Machine(cores=max(0.1, cores))
+
+    request = SimulationRequest(measured=costs, cores=1)
+    return predict(OnCores(config, request), Layout(0, 1, *shape), window)
 
 
 class SleepingTarget:

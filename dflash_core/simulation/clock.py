@@ -40,12 +40,10 @@ class Pool:
     Args:
         clock: simulated time.
         cores: pieces of work that run at full speed at once.
-        crowding: how much more work a piece is, as a share, while the cores have more pieces than they can run at once:
-            threads that take turns find their caches cold. 0 for none; measured, never guessed.
     """
 
-    def __init__(self, clock: Clock, cores: float, crowding: float = 0.0) -> None:
-        self._clock, self.cores, self.crowding = clock, cores, crowding
+    def __init__(self, clock: Clock, cores: float) -> None:
+        self._clock, self.cores = clock, cores
         self._work: list[tuple[float, int, Callback]] = []
         self._virtual = self._since = self.busy_s = 0.0
         self._number = self._version = 0
@@ -53,7 +51,7 @@ class Pool:
     def rate(self) -> float:
         """Seconds of work that each piece does in a second, from 0 to 1."""
         active = len(self._work)
-        return 1.0 if active <= self.cores else self.cores / active / (1.0 + self.crowding)
+        return 1.0 if active <= self.cores else self.cores / active
 
     def start(self, seconds: float, done: Callback) -> None:
         """Begin a piece of work of `seconds`, if it had a core of its own; `done` is called when it ends."""

@@ -19,17 +19,15 @@ class Machine:
         cores: cores that loaders, targets and drafters of all cells share; None: every target and every drafter has a
             device of its own and loaders a core each, as on a machine with GPUs.
         colocated: target and drafter of a cell share one device (only without `cores`).
-        crowding: see `Pool`.
     """
 
     cores: float | None = None
     colocated: bool = False
-    crowding: float = 0.0
 
     def pools(self, clock: Clock, num_cells: int, settings: CellSettings) -> list[CellPools]:
         """The devices of every cell."""
         if self.cores is not None:
-            shared = Pool(clock, self.cores, self.crowding)
+            shared = Pool(clock, self.cores)
             return [CellPools(shared, [shared] * settings.num_targets, shared)] * num_cells
         cells = []
         for _ in range(num_cells):
