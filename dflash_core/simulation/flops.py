@@ -131,8 +131,7 @@ class Table:
         return busy if colocated else busy + shapes.padded_tokens * self.feature_bytes / self._link(1)
 
     def load_s(self, shapes: Shapes) -> FloatArray:
-        seconds: FloatArray = shapes.padded_tokens * self.assumptions.load_s_per_token
-        return seconds
+        return np.asarray(shapes.padded_tokens * self.assumptions.load_s_per_token, dtype=np.float64)
 
     def step_work(self, num_cells: int, num_nodes: int) -> StepWork:
         """The join of fp32 gradients as a ring, 2 (n - 1) / n of their bytes over each link, and AdamW."""
