@@ -275,6 +275,9 @@ class Simulation:
                 f"bucketing.batches_per_step is {per_step} instead of {self.config.bucketing.batches_per_step}, so that every"
                 " cell has a batch: that changes the optimisation"
             )
+        mean_step = len(shapes) / run.num_steps
+        if mean_step < 0.9 * per_step:
+            notes.append(f"epochs are short: a step has {mean_step:.1f} batches on average instead of {per_step}")
         found = {
             name: float(getattr(shapes, column).sum()) / run.duration_s
             for name, column in (

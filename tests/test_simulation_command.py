@@ -90,6 +90,14 @@ def test_cores_are_predicted_from_a_run_and_the_prepared_dataset(micro_experimen
     assert answered(*words)[1] == out, "the same question has the same answer"
 
 
+def test_an_epoch_that_does_not_fill_a_step_is_noted(micro_experiment: Path, tmp_path: Path) -> None:
+    config = root.load_experiment(micro_experiment, ["bucketing.batches_per_step=1000"])
+    root.prepare(config)
+    request = SimulationRequest(measured=write_run(tmp_path / "measured"), cores=1, steps=2)
+    notes = simulate_experiment(config, request)["machines"][0]["topologies"][0]["notes"]
+    assert len(notes) == 1 and "epochs are short: a step has" in notes[0]
+
+
 def test_the_plan_is_the_one_that_a_run_trains(micro_experiment: Path, tmp_path: Path) -> None:
     config = root.load_experiment(micro_experiment, ["bucketing.batches_per_step=3", "train.max_steps=9", "train.num_epochs=9"])
     root.prepare(config)
