@@ -40,6 +40,8 @@ SLEEPING = (
     (3, 6, 60e-6, 20e-6),
 )
 WARM_UP, BEHIND = 8, 4
+# About eight batches in flight a cell: few enough that the pipeline is full, and the targets keep pace, in the counted steps.
+IN_FLIGHT = 24 * 2**20
 
 
 def load(overrides: list[str]) -> Any:
@@ -82,6 +84,7 @@ def compare_training(steps: int, rounds: int, cores: int, folder: Path) -> None:
     for number in range(rounds):
         for cells, targets in TRAINING:
             shape = [f"topology.cells={cells}", f"topology.targets_per_cell={targets}", f"train.max_steps={steps}"]
+            shape.append(f"prefetch.max_bytes={IN_FLIGHT}")
             config, run_dir = load(shape), folder / f"round{number}-{cells}x{targets}"
             others = train(config, run_dir)
             measured, costs = throughput(run_dir, *window[:2]), folder / f"round{number}-1x1"
@@ -179,7 +182,7 @@ def compare_sleeping(steps: int, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=48, help="optimizer steps of a run")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of the real runs")
     parser.add_argument("--cores", type=int, default=os.cpu_count(), help="cores of this machine")
     parser.add_argument("--only", choices=("sleeping", "training"), help="one of the two tables")
