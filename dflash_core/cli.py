@@ -18,7 +18,7 @@ import typer
 from dflash_core.errors import EXIT_INTERRUPTED, EXIT_TRAINING_FAILED, EXIT_USER_ERROR, ConfigError, DFlashError
 
 app = typer.Typer(
-    help="Trains DFlash drafters: prepare, plan, train, evaluate, export, analyze, doctor.",
+    help="Trains DFlash drafters: prepare, plan, simulate, train, evaluate, export, analyze, doctor.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -97,6 +97,48 @@ def plan(experiment: Experiment, overrides: Overrides = None) -> None:
     result = root.plan(config)
     _draw(root.describe_dataset(config))
     _draw(root.describe_bucket_choice(result))
+    _show(result)
+
+
+@app.command()
+def simulate(
+    experiment: Experiment,
+    measured: Annotated[Path | None, typer.Option(help="Run folder whose measured costs are used instead of a table")] = None,
+    gpus: Annotated[str, typer.Option(help="GPUs: a number, a list 4,8 or a range 1..1024; default 8")] = "",
+    cores: Annotated[int | None, typer.Option(help="Cores of a machine without GPUs (needs --measured)")] = None,
+    card: Annotated[str, typer.Option(help="H200, H100, B200, A100-80, L40S or RTX4090")] = "H200",
+    target_model: Annotated[
+        str | None, typer.Option(help="qwen3-4b, -8b, -14b, -32b or gemma3-27b, for the experiment's")
+    ] = None,
+    mean_length: Annotated[float | None, typer.Option(help="Mean tokens of lognormal lengths, for the dataset's")] = None,
+    length_sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithm of these lengths")] = 0.8,
+    lengths: Annotated[Path | None, typer.Option(help="CSV with length,count to draw lengths from, for the dataset's")] = None,
+    supervised_share: Annotated[float, typer.Option(help="Supervised share of each drawn sequence")] = 0.6,
+    peak_share: Annotated[float, typer.Option(help="Share of the card's peak that is reached (an assumption)")] = 0.4,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps that are counted")] = 16,
+    run: RunName = None,
+    overrides: Overrides = None,
+) -> None:
+    """Predict throughput and waits of every topology, say what bounds it, and name the best one."""
+    from dflash_core.experiment_simulation import simulate_experiment
+    from dflash_core.simulation import Assumptions, SimulationRequest, describe_simulation, parse_gpus
+
+    request = SimulationRequest(
+        measured=measured,
+        gpus=parse_gpus(gpus or "8") if gpus or cores is None else (),
+        cores=cores,
+        card=card,
+        target_model=target_model,
+        mean_length=mean_length,
+        length_sigma=length_sigma,
+        lengths_file=lengths,
+        supervised_share=supervised_share,
+        steps=steps,
+        assumptions=Assumptions(peak_share=peak_share),
+    )
+    _, config = _one_run(experiment, overrides, run)
+    result = simulate_experiment(config, request)
+    _draw(describe_simulation(result))
     _show(result)
 
 

@@ -1,0 +1,383 @@
+"""The simulation of an experiment: its plan and its sizes, costs from a run or from a table, and all topologies compared.
+
+Nothing here trains or reads tokens. The plan is the experiment's own, of its prepared dataset where there is one, else of
+lengths that are drawn from a distribution.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from dflash_core.bucketing import EpochPlan
+from dflash_core.config import check_draft_fits
+from dflash_core.errors import ConfigError, DataError
+from dflash_core.experiment_data import dataset_folder, edges, target_folder
+from dflash_core.experiment_file import ExperimentConfig
+from dflash_core.simulation import (
+    MOST_CELLS,
+    BatchWork,
+    CardFigures,
+    CellSettings,
+    DraftFigures,
+    Layout,
+    Machine,
+    MeasuredCosts,
+    ModelFigures,
+    Sequences,
+    Shapes,
+    Simulated,
+    SimulationRequest,
+    StepWork,
+    Table,
+    Terms,
+    batches_per_step,
+    core_layouts,
+    explain,
+    find_card,
+    find_model,
+    gpu_layouts,
+    join_epochs,
+    lengths_from_file,
+    lognormal_lengths,
+    read_costs,
+    shapes_of,
+    shares,
+    simulate,
+)
+
+# Join of gradients between processes of one machine without GPUs, 10^9 bytes a second: gloo over the loopback device, measured.
+CORES_LINK_GB_S = 0.5
+# Batches by which sizes are judged before a layout is chosen, and most steps in which a pipeline is filled.
+SAMPLE, MOST_FILLING = 128, 12
+FEATURE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Simulation:
+    """One experiment, ready to be simulated in any topology.
+
+    Raises:
+        ConfigError, DataError: from the constructor; one line that says what is missing.
+    """
+
+    def __init__(self, config: ExperimentConfig, request: SimulationRequest) -> None:
+        request.check()
+        self.config, self.request = config, request
+        self.model = self._model()
+        self.draft = self._draft()
+        self.card: CardFigures = find_card(request.card)
+        self.table = Table(self.model, self.draft, self.card, request.assumptions)
+        self.measured: MeasuredCosts | None = None if request.measured is None else read_costs(request.measured)
+        self.sequences, self.source = self._sequences()
+        self.edges = edges(config, self.sequences.length)
+        self._shapes: dict[tuple[int, int, int], Shapes] = {}  # those planned last
+        self._sampled: Shapes | None = None
+
+    def _model(self) -> ModelFigures:
+        if self.request.target_model is not None:
+            return find_model(self.request.target_model)
+        from dflash_core.model.target import read_target_shape
+
+        try:
+            shape = read_target_shape(target_folder(self.config))
+        except ConfigError as error:
+            raise ConfigError(f"{error} (for a target that is not here, name one of the table with --target-model)") from None
+        return ModelFigures(
+            name=self.config.target.path,
+            hidden_size=shape.hidden_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate_size,
+            vocab_size=shape.vocab_size,
+            tied=shape.tie_word_embeddings,
+            source="config.json of the experiment's target",
+        )
+
+    def _draft(self) -> DraftFigures:
+        draft = self.config.draft
+        try:
+            ids = check_draft_fits(draft, self.model.num_layers)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        width = draft.intermediate_size or self.model.intermediate_size
+        return DraftFigures(draft.num_layers, draft.block_size, len(ids), ids[-1], width)
+
+    def _sequences(self) -> tuple[Sequences, str]:
+        request, config = self.request, self.config
+        made_up = request.mean_length is not None or request.lengths_file is not None
+        if not made_up:
+            return self._dataset()
+        longest, seed = config.data.max_length, config.train.seed
+        most = max([*request.gpus, request.cores or 1])
+        mean = request.mean_length or longest / 2
+        per_batch = max(1.0, config.bucketing.token_budget / min(mean, longest))
+        count = int(2 * per_batch * batches_per_step(config.bucketing.batches_per_step, most) * (request.steps + 24))
+        if request.lengths_file is not None:
+            length, source = lengths_from_file(request.lengths_file, longest, count, seed), str(request.lengths_file)
+        else:
+            length = lognormal_lengths(mean, longest, request.length_sigma, count, seed)
+            source = f"lognormal, mean {mean:g}, sigma {request.length_sigma:g}, cut at {longest}"
+        supervised = np.rint(length * request.supervised_share).astype(np.int64)
+        return Sequences(length, supervised), f"{source}; {request.supervised_share:.0%} supervised"
+
+    def _dataset(self) -> tuple[Sequences, str]:
+        from dflash_core.data import Dataset
+
+        folder = dataset_folder(self.config)
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no prepared dataset; run dflash prepare, or describe one with --mean-length or --lengths")
+        dataset = Dataset.open(folder)
+        if len(dataset) == 0:
+            raise DataError(f"{folder}: the dataset is empty")
+        return Sequences(dataset.lengths.astype(np.int64), dataset.num_supervised.astype(np.int64)), str(folder)
+
+    @property
+    def feature_bytes(self) -> int:
+        """Tapped states of one position, as configured."""
+        target = self.config.target
+        return self.draft.num_taps * self.model.hidden_size * FEATURE_BYTES[target.feature_dtype or target.dtype]
+
+    def shapes(self, num_cells: int, per_step: int, num_steps: int) -> Shapes:
+        """The batches of the first steps, planned for a number of cells."""
+        key = (num_cells, per_step, num_steps)
+        if key not in self._shapes:
+            self._shapes = {key: join_epochs(self._plans(num_cells, per_step), self._make_shapes(), num_steps)}
+        return self._shapes[key]
+
+    def _plans(self, num_cells: int, per_step: int) -> Iterator[EpochPlan]:
+        from dflash_core.training.schedule import plan_configured
+
+        bucketing = self.config.bucketing.model_copy(update={"batches_per_step": per_step})
+        for epoch in itertools.count():
+            yield plan_configured(
+                self.sequences.length, self.edges, bucketing, num_cells=num_cells, seed=self.config.train.seed, epoch=epoch
+            )
+
+    def _make_shapes(self) -> Callable[[EpochPlan, int], Shapes]:
+        from dflash_core.training.collate import batch_bytes
+
+        anchors, block, feature = self.config.train.num_anchors, self.draft.block_size, self.feature_bytes
+
+        def make(plan: EpochPlan, num_steps: int) -> Shapes:
+            return shapes_of(
+                plan,
+                self.sequences,
+                num_anchors=anchors,
+                block_size=block,
+                size_of=lambda lengths, packed: batch_bytes(lengths, packed, anchors, block, feature),
+                num_steps=num_steps,
+            )
+
+        return make
+
+    def works(self, shapes: Shapes, num_cells: int, colocated: bool) -> list[list[BatchWork]]:
+        """The batches of every cell, with their costs."""
+        if self.measured is not None:
+            terms = Terms.of(shapes)
+            load, target, draft = (
+                cost.seconds(terms) for cost in (self.measured.load, self.measured.target, self.measured.draft)
+            )
+        else:
+            load, target = self.table.load_s(shapes), self.table.target_s(shapes)
+            draft = self.table.draft_s(shapes, colocated=colocated)
+        columns = (shapes.step, shapes.num_bytes, shapes.padded_tokens, load, target, draft)
+        cells: list[list[BatchWork]] = [[] for _ in range(num_cells)]
+        for cell, *values in zip(shapes.cell.tolist(), *(column.tolist() for column in columns), strict=True):
+            cells[cell].append(BatchWork(*values))
+        return cells
+
+    def step_work(self, layout: Layout) -> StepWork:
+        """The end of a step in a layout."""
+        joined = self.table.step_work(layout.num_cells, layout.num_nodes)
+        if self.measured is None:
+            return joined
+        own = self.measured.step
+        if layout.num_cells == 1:
+            return own
+        if layout.num_gpus:
+            return StepWork(own.reduce_s + joined.reduce_s, own.optimizer_s)
+        ring = 2.0 * (layout.num_cells - 1) / layout.num_cells * 4.0 * self.table.trainable / (CORES_LINK_GB_S * 1e9)
+        return StepWork(own.reduce_s + ring, own.optimizer_s)
+
+    def settings(self, layout: Layout) -> CellSettings:
+        prefetch = self.config.prefetch
+        return CellSettings(
+            layout.targets_per_cell, prefetch.num_workers, prefetch.queue_batches, prefetch.max_bytes, prefetch.dispatch
+        )
+
+    def machine(self, layout: Layout) -> Machine:
+        if layout.num_gpus:
+            return Machine(colocated=layout.colocated)
+        return Machine(cores=float(self.request.cores or 1))
+
+    def does_not_fit(self, layout: Layout, shapes: Shapes) -> str | None:
+        """Why the layout cannot be, in words; None where it can."""
+        if self.measured is not None and self.request.target_model is None:
+            return None  # it ran
+        if not layout.num_gpus:
+            return None
+        needs = self.table.memory_gb(shapes, self.config.prefetch.max_bytes, layout.num_cells)
+        places = ("colocated",) if layout.colocated else ("target", "drafter")
+        for place in places:
+            if needs[place] > self.card.memory_gb:
+                whose = "target and drafter on one card" if place == "colocated" else f"a {place}'s card"
+                return f"{whose} needs {needs[place]:.0f} GB, the {self.card.name} has {self.card.memory_gb:g}"
+        return None
+
+    def window(self, layout: Layout) -> tuple[int, int, int]:
+        """First and last step that are counted, and the number of steps in all.
+
+        Before them the pipeline is filled twice, and behind them there is enough to keep it full.
+        """
+        per_step = batches_per_step(self.config.bucketing.batches_per_step, layout.num_cells)
+        held = self.config.prefetch.max_bytes / float(self._sample().num_bytes.mean()) + 2 * layout.targets_per_cell
+        fill = min(MOST_FILLING, 1 + math.ceil(held * layout.num_cells / per_step))
+        return 2 * fill, 2 * fill + self.request.steps - 1, 3 * fill + self.request.steps
+
+    def run(self, layout: Layout, window: tuple[int, int, int] | None = None) -> tuple[Simulated, Shapes]:
+        """Simulate a layout: the run, and the batches of its counted steps; see `window`."""
+        first_step, last_step, num_steps = window or self.window(layout)
+        per_step = batches_per_step(self.config.bucketing.batches_per_step, layout.num_cells)
+        shapes = self.shapes(layout.num_cells, per_step, num_steps)
+        run = simulate(
+            self.works(shapes, layout.num_cells, layout.colocated),
+            self.settings(layout),
+            self.step_work(layout),
+            self.machine(layout),
+            first_step=first_step,
+            last_step=last_step,
+        )
+        return run, shapes.only((shapes.step >= first_step) & (shapes.step <= last_step))
+
+    def _sample(self) -> Shapes:
+        """Some batches of the experiment, planned for one cell."""
+        if self._sampled is None:
+            per_step = self.config.bucketing.batches_per_step
+            self._sampled = join_epochs(self._plans(1, per_step), self._make_shapes(), math.ceil(SAMPLE / per_step))
+        return self._sampled
+
+    def row(self, layout: Layout) -> dict[str, Any]:
+        """What is told of a layout."""
+        run, shapes = self.run(layout)
+        per_step = batches_per_step(self.config.bucketing.batches_per_step, layout.num_cells)
+        prefetch = self.config.prefetch
+        held = prefetch.max_bytes / float(shapes.num_bytes.mean())
+        notes = []
+        if per_step != self.config.bucketing.batches_per_step:
+            notes.append(
+                f"bucketing.batches_per_step is {per_step} instead of {self.config.bucketing.batches_per_step}, so that every"
+                " cell has a batch: that changes the optimisation"
+            )
+        mean_step = len(shapes) / run.num_steps
+        if mean_step < 0.9 * per_step:
+            notes.append(f"epochs are short: a step has {mean_step:.1f} batches on average instead of {per_step}")
+        found = {
+            name: float(getattr(shapes, column).sum()) / run.duration_s
+            for name, column in (
+                ("tokens_per_s", "tokens"),
+                ("padded_tokens_per_s", "padded_tokens"),
+                ("sequences_per_s", "sequences"),
+                ("anchors_per_s", "anchors"),
+                ("supervised_slots_per_s", "labelled"),
+            )
+        }
+        return {
+            "topology": layout.describe(),
+            "gpus": layout.num_gpus,
+            "nodes": layout.num_nodes,
+            "cells": layout.num_cells,
+            "targets_per_cell": layout.targets_per_cell,
+            "colocated": layout.colocated,
+            "idle_gpus": max(0, layout.num_idle),
+            "batches_per_step": per_step,
+            "steps_per_s": run.num_steps / run.duration_s,
+            **found,
+            **shares(run),
+            "batches_in_byte_budget": round(held, 2),
+            "why": explain(
+                run,
+                batches_in_budget=held,
+                batches_per_cell=per_step / layout.num_cells,
+                cost_spread=self._cost_spread(shapes, layout.colocated),
+            ),
+            "notes": notes,
+        }
+
+    def _cost_spread(self, shapes: Shapes, colocated: bool) -> float:
+        """How far the drafter's cost of a batch is from its padded tokens, by which cells are balanced: a share."""
+        works = self.works(shapes, int(shapes.cell.max()) + 1, colocated)
+        ratio = np.array([work.draft_s / work.num_padded_tokens for cell in works for work in cell])
+        return float(ratio.std() / ratio.mean()) if ratio.mean() > 0 else 0.0
+
+    def compare(self, layouts: Sequence[Layout]) -> dict[str, Any]:
+        """Rows of all layouts that can be, by anchors a second, best first, and why others are left out."""
+        rows, left_out = [], []
+        for layout in sorted(layouts, key=lambda one: one.num_cells):  # layouts with as many cells share their plan
+            if layout.num_cells > MOST_CELLS:
+                reason: str | None = f"a plan holds at most {MOST_CELLS} cells"
+            else:
+                reason = self.does_not_fit(layout, self._sample())
+            if reason is None:
+                rows.append((layout, self.row(layout)))
+            else:
+                left_out.append({"topology": layout.describe(), "reason": reason})
+        rows.sort(key=lambda pair: (-pair[1]["anchors_per_s"], pair[0].num_cells))
+        lines = self.experiment_lines(rows[0][0], rows[0][1]) if rows else []
+        return {"topologies": [row for _, row in rows], "left_out": left_out, "experiment_lines": lines}
+
+    def experiment_lines(self, layout: Layout, row: dict[str, Any]) -> list[str]:
+        """What to put into the experiment file for a layout."""
+        lines = [] if layout.num_nodes == 1 else [f"# torchrun on {layout.num_nodes} nodes; cells are those of one node"]
+        lines += ["topology:", f"  cells: {layout.cells_per_node}", f"  targets_per_cell: {layout.targets_per_cell}"]
+        if layout.num_gpus:
+            lines.append(f"  colocated: {str(layout.colocated).lower()}")
+        if row["batches_per_step"] != self.config.bucketing.batches_per_step:
+            lines += ["bucketing:", f"  batches_per_step: {row['batches_per_step']}"]
+        return lines
+
+
+def simulate_experiment(config: ExperimentConfig, request: SimulationRequest) -> dict[str, Any]:
+    """Compare all topologies of each number of GPUs, or of the cores of one machine.
+
+    Returns:
+        `costs` (where they are from), `lengths`, and `machines`: for each number of GPUs, or the cores, `topologies` (best
+        first), `left_out` with reasons, and `experiment_lines` of the best.
+
+    Raises:
+        ConfigError, DataError: something asked for is not there, or does not fit.
+    """
+    if not request.gpus and request.cores is None:
+        raise ConfigError("--gpus or --cores: one of them is needed")
+    simulation = Simulation(config, request)
+    machines = []
+    if request.cores is not None:
+        machines.append({"cores": request.cores, **simulation.compare(core_layouts(request.cores))})
+    for gpus in request.gpus:
+        machines.append({"gpus": gpus, **simulation.compare(gpu_layouts(gpus))})
+    measured, draft = simulation.measured, simulation.table
+    return {
+        "experiment": config.name,
+        "lengths": simulation.source,
+        "num_sequences": len(simulation.sequences.length),
+        "target": simulation.model.name,
+        "trainable_parameters": draft.trainable,
+        "feature_bytes_per_token": simulation.feature_bytes,
+        "costs": {"measured": str(request.measured), **measured.as_dict()} if measured else _table_costs(simulation),
+        "machines": machines,
+    }
+
+
+def _table_costs(simulation: Simulation) -> dict[str, Any]:
+    return {
+        "table": simulation.card.name,
+        "card_source": simulation.card.source,
+        "target_source": simulation.model.source,
+        "assumptions": asdict(simulation.request.assumptions),
+    }
