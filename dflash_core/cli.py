@@ -9,13 +9,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dflash_core.errors import EXIT_INTERRUPTED, EXIT_TRAINING_FAILED, EXIT_USER_ERROR, ConfigError, DFlashError
+from dflash_core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED_BY_SIGNAL,
+    EXIT_TRAINING_FAILED,
+    EXIT_USER_ERROR,
+    ConfigError,
+    DFlashError,
+)
 
 app = typer.Typer(
     help="Trains DFlash drafters: prepare, plan, simulate, train, evaluate, export, analyze, doctor.",
@@ -239,6 +247,9 @@ def main() -> None:
 
 
 def _fail(error: BaseException, text: str, code: int, debug: bool) -> None:
+    if code == EXIT_STOPPED_BY_SIGNAL:  # a further signal must not turn a saved run into a killed one on its last inch
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     if debug:
         raise error
     print(f"error: {' '.join(text.split())}", file=sys.stderr)  # noqa: T201 - the program's own last line

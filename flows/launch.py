@@ -121,6 +121,8 @@ def raise_for_exit(code: int, log_file: Path) -> None:
         ended = f"was ended by {signal.Signals(code - 128).name}"
         if code - 128 == signal.SIGKILL:
             ended += " (the system does this when memory runs out)"
+        if code - 128 == signal.SIGBUS:
+            ended += " (the system does this when a mapped file was cut off, or its disk failed)"
     raise TrainingError(f"training {ended}{': ' + reason if reason else ''}; see {log_file}")
 
 

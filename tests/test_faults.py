@@ -32,18 +32,13 @@ STAGES = {
 CAUSES = {
     "raises": r": RuntimeError: boom",
     "dies": r": SystemExit: 7",
-    "blocks": r": no progress for \d+ s",
-    "nothing": r": (Type|Attribute)Error: .*None",
+    "blocks": r": no progress for [\d.]+ s",
+    "nothing": r": (Type|Value|Attribute)Error: .*None",
     "garbage": r": (Type|Value|Attribute)Error: ",
 }
 # What the error cannot know: who is at fault is then told by the one that was waiting, or by the next in the line.
 TOLD_BY_OTHERS = {
     ("feed", "blocks"): r"stage '(feed|pipeline|ready buffer.*)'",
-    ("loader", "dies"): r"stage 'loader \d'(, batch \d+)?",
-    ("loader", "garbage"): r"stage 'loader \d'(, batch \d+)?",
-    ("target", "dies"): r"stage 'target 0'(, batch 11)?",
-    ("target", "nothing"): r"stage '(target 0|drafter)', batch 11",
-    ("target", "garbage"): r"stage '(target 0|drafter)', batch 11",
     ("monitor", "blocks"): r"stage '(monitor|pipeline)'",
 }
 BREAKS = "tests.harness.breaks"
@@ -150,7 +145,7 @@ def test_a_full_disk_while_metrics_are_written(bench: Bench, stream: str) -> Non
     link.symlink_to("/dev/full")
     [child] = bench.start(run_dir)
     assert child.wait() == 3, child.output()
-    stage = "monitor" if stream == "stats" else r"metrics of step \d"
+    stage = "monitor" if stream == "stats" else r"metrics of step \d+"
     [line] = child.errors()
     assert re.search(rf"^error: stage '{stage}': OSError: \[Errno 28\] No space left on device", line), line
     assert RunFolder(run_dir).read_manifest()["error"] == line.removeprefix("error: ")
@@ -169,16 +164,22 @@ def own_bench(bench: Bench, tmp_path: Path) -> Bench:
 
 @pytest.mark.parametrize("action", ["truncate", pytest.param("delete", marks=SLOW)])
 def test_a_shard_that_changes_while_a_run_is_on(own_bench: Bench, action: str) -> None:
-    """A deleted file stays mapped and the run goes on. One that is made shorter ends the process, which leaves its stacks."""
+    """A deleted file stays mapped and the run goes on. One that is cut off ends the run before it is read there."""
     few = ("prefetch.queue_batches=1", "prefetch.num_workers=1", "prefetch.max_bytes=100000")
     run_dir = own_bench.make("shard", OFTEN, *few)
     [part] = (Path(RunFolder(run_dir).read_manifest()["dataset"]) / "tokens").glob("part-*.arrow")
     [child] = own_bench.start(run_dir, (f"{BREAKS}:at_step", {"step": 3, "action": action, "path": str(part)}))
     if action == "delete":
         assert child.wait() == 0, child.output()
+        assert child.output().count(f"{part}: deleted while in use") == 1
     else:
-        assert child.wait() == -signal.SIGBUS, child.output()
-        assert "Fatal Python error: Bus error" in child.output() and "collate.py" in child.output()
+        if child.wait() == -signal.SIGBUS:  # between the look at a file and its reading lies some time, though little
+            assert "Fatal Python error: Bus error" in child.output()
+        else:
+            assert child.wait() == 3, child.output()
+            told = rf"^error: stage 'loader 0', batch \d+: DataError: {part}: cut off while in use \(\d+ of \d+ bytes"
+            [line] = child.errors()
+            assert re.search(told, line), line
         assert root.run_state(run_dir) == "failed"
         assert_whole(run_dir)
     assert own_bench.train(run_dir) == [0]  # the command line prepares the data again where they are damaged

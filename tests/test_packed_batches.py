@@ -30,6 +30,9 @@ class FakeDataset:
     def __init__(self, masks: list[list[bool]]) -> None:
         self.masks = masks
 
+    def check_files(self, indices: tuple[int, ...]) -> None:
+        pass
+
     def tokens(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         mask = np.array(self.masks[index])
         return (np.arange(len(mask)) + 1000 * (index + 1)).astype(np.int32), mask

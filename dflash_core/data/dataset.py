@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from dflash_core.data.store import EXCLUDED, EXCLUDED_SCHEMA, MANIFEST, SCHEMA_V
 from dflash_core.errors import DataError
 from dflash_core.provenance import read_json
 
+log = logging.getLogger(__name__)
 MANIFEST_KEYS: dict[str, type] = {
     "tokenizer_sha256": str,
     "source_files": list,
@@ -49,9 +52,15 @@ class Dataset:
     """
 
     def __init__(
-        self, folder: Path, manifest: dict[str, Any], batches: list[Batch], kept: list[NDArray[np.int64] | None]
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        batches: list[Batch],
+        kept: list[NDArray[np.int64] | None],
+        files: list[tuple[Path, int]],
     ) -> None:
-        self.folder, self.manifest, self._batches, self._kept = folder, manifest, batches, kept
+        self.folder, self.manifest, self._batches, self._kept, self._files = folder, manifest, batches, kept, files
+        self._missing: set[Path] = set()
         self.fingerprint = str(manifest["fingerprint"])
         pairs = list(zip(batches, kept, strict=True))
         empty = np.empty(0, dtype=np.int32)
@@ -74,15 +83,18 @@ class Dataset:
         excluded = _read_excluded(folder, manifest) if manifest["num_excluded"] else {}
         batches: list[Batch] = []
         kept: list[NDArray[np.int64] | None] = []
+        files: list[tuple[Path, int]] = []
         for number, part in enumerate(manifest["parts"]):
             found = open_part(folder / TOKENS, part["name"])
             count = sum(len(batch) for batch in found)
             if count != part["num_sequences"]:
                 path = folder / TOKENS / f"{part['name']}.arrow"
                 raise DataError(f"{path}: damaged ({MANIFEST} says {part['num_sequences']} sequences, it holds {count})")
+            path = folder / TOKENS / f"{part['name']}.arrow"
+            files += [(path, path.stat().st_size)] * len(found)
             batches += found
             kept += _kept(found, excluded.get(number))
-        dataset = cls(folder, manifest, batches, kept)
+        dataset = cls(folder, manifest, batches, kept, files)
         actual = {
             "num_sequences": len(dataset),
             "num_tokens": int(dataset.lengths.sum(dtype=np.int64)),
@@ -100,6 +112,26 @@ class Dataset:
         """Ids int32 [S] and loss mask bool [S] of one sequence. The ids are a read-only view of the mapped file."""
         batch, row = self._locate(index)
         return batch.tokens(row)
+
+    def check_files(self, indices: Sequence[int]) -> None:
+        """Look at the files that hold some sequences before they are read.
+
+        The system ends a process that reads a mapped file where it was cut off, without a word. A file that was deleted
+        stays mapped and whole, so reading goes on, with a warning: nobody can open the dataset again.
+
+        Raises:
+            DataError: a file is shorter than it was when the dataset was opened.
+        """
+        for path, size in {self._files[bisect_right(self._starts, index) - 1] for index in indices}:
+            try:
+                found = path.stat().st_size
+            except FileNotFoundError:
+                if path not in self._missing:
+                    self._missing.add(path)
+                    log.warning("%s: deleted while in use; what is mapped is still read, but a resume will not find it", path)
+                continue
+            if found < size:
+                raise DataError(f"{path}: cut off while in use ({found} of {size} bytes are left)")
 
     def sample_id(self, index: int) -> str:
         """The `id` that the sequence had in its source file, or one made of the file's content and the row."""

@@ -66,6 +66,11 @@ class PrefetchSettings:
         return self.queue_bytes if self.queue_bytes is not None else max(1, self.max_bytes // self.num_targets)
 
 
+class _End:
+    """Stands behind the last planned batch; a None in a plan is a mistake and must not look like its end."""
+
+
+END = _End()
 Load = Callable[[PlannedBatch], tuple[BatchShape, Any]]
 
 
@@ -193,8 +198,8 @@ def feed_batches(prefetcher: BatchPrefetcher) -> None:
     turn = 0
     while True:
         with prefetcher._supervisor.busy("feed"):  # the first batch of an epoch waits for the epoch's plan
-            planned = next(batches, None)
-        if planned is None:
+            planned = next(batches, END)
+        if isinstance(planned, _End):
             break
         with prefetcher._supervisor.busy("feed", planned.seq_no):
             num_bytes = prefetcher._size_of(planned)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from dflash_core.data import Dataset
-from dflash_core.errors import CheckpointError
+from dflash_core.errors import CheckpointError, StageError
 from dflash_core.metrics.background import BackgroundSink
 from dflash_core.metrics.console import ConsoleSink
 from dflash_core.metrics.sinks import FanOut, JsonlSink, MetricsSink, RunLog
@@ -84,8 +85,18 @@ class Cell:
 
 
 def log_event(sink: RunLog, cell: int, kind: str, step: int, **fields: Any) -> None:
-    """Write a row of `events`. Threads that start before there is a `Cell` use it, too."""
-    sink.log("events", {"kind": kind, "step": step, "cell": cell, **fields})
+    """Write a row of `events`, or raise StageError. Threads that start before there is a `Cell` use it, too."""
+    with writing_metrics(step):
+        sink.log("events", {"kind": kind, "step": step, "cell": cell, **fields})
+
+
+@contextmanager
+def writing_metrics(step: int) -> Iterator[None]:
+    """The rows are the truth about a run, which must not go on without them; says that it was they that failed."""
+    try:
+        yield
+    except OSError as error:
+        raise StageError(f"metrics of step {step}", None, error) from error
 
 
 def build_cell(

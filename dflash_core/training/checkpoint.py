@@ -110,7 +110,7 @@ class CheckpointStore:
         """
         started = time.monotonic()
         step, folder = snapshot.next_step, checkpoint_folder(self.root, snapshot.next_step)
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(exist_ok=True)  # never the run folder: a run that was deleted stays deleted
         sweep(self.root)
         temporary = folder.with_name(f"{WRITING}{folder.name}")
         replaced = None

@@ -107,7 +107,9 @@ class Collator:
         self._weights_K, self._pad, self._pin = weights_K, pad_token_id, pin
 
     def __call__(self, planned: PlannedBatch) -> tuple[BatchShape, DraftBatch]:
-        rows = [self._dataset.tokens(sample) for sample in planned.samples]
+        self._dataset.check_files(planned.samples)
+        # Copies: a mapped file that is cut off later must not be read again.
+        rows = [(tokens.copy(), mask) for tokens, mask in map(self._dataset.tokens, planned.samples)]
         drawn = [
             draw_anchors(
                 tokens,

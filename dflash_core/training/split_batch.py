@@ -64,6 +64,13 @@ def lengths_in_use(batch: DraftBatch, pad_token_id: int) -> list[int]:
 
 
 @dataclass(frozen=True)
+class _DidNotFit:
+    """What the allocator said. A class of its own, for a forward pass that goes wrong can return anything."""
+
+    said: str
+
+
+@dataclass(frozen=True)
 class _Piece:
     """Rows `top` to `bottom` of a padded batch up to place `end`, or documents from `begin` to `end` of a packed row."""
 
@@ -118,10 +125,10 @@ def features_in_parts(
     while pieces:
         piece = pieces.pop()
         part = _attempt(forward, batch, piece, should_stop, device)
-        if isinstance(part, str):
+        if isinstance(part, _DidNotFit):
             halves = piece.halves(batch, pad_token_id)
             if not halves:
-                raise TrainingError(_does_not_fit(batch, piece, device, part))
+                raise TrainingError(_does_not_fit(batch, piece, device, part.said))
             tokens, documents = piece.tokens(batch), piece.documents(batch)
             count = tokens.shape[0] if documents is None else int(documents.ids_RS.max()) + 1
             on_split(Split(tokens.shape[0], count, tokens.numel(), len(halves)))
@@ -137,8 +144,7 @@ def features_in_parts(
 
 def _attempt(
     forward: Forward, batch: DraftBatch, piece: _Piece, should_stop: Callable[[], bool] | None, device: torch.device
-) -> Tensor | str:
-    """Features of a piece, or what the allocator said."""
+) -> Tensor | _DidNotFit:
     try:
         return forward(piece.tokens(batch), should_stop, piece.documents(batch))
     except (RuntimeError, MemoryError) as error:
@@ -148,7 +154,7 @@ def _attempt(
     if device.type == "cuda":  # not before here: until its traceback was gone, the error held the layers' states
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
-    return said
+    return _DidNotFit(said)
 
 
 def _room_for(batch: DraftBatch, part: Tensor, device: torch.device) -> Tensor:

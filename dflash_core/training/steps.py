@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
 from dflash_core.errors import DFlashError, StageError, TrainingError
-from dflash_core.training.assembly import Cell
+from dflash_core.training.assembly import Cell, writing_metrics
 from dflash_core.training.loop import StepTotals, batch_rows, take_batches
 from dflash_core.training.retention import passed_over
 from dflash_core.training.schedule import StepOutline
@@ -22,7 +20,7 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
     job, trainer, first_step = cell.job, cell.trainer, cell.first_step
     damaged = passed_over(job.run.checkpoints, first_step)
     if first_step or damaged:
-        _event(cell, "resume", first_step, passed_over=damaged)
+        cell.event("resume", first_step, passed_over=damaged)
     next_step, last_saved = first_step, first_step or None
     scores: list[float] = []  # of the steps since the last checkpoint
 
@@ -50,7 +48,7 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
                 _checkpoint(cell, next_step, scores)
                 last_saved = next_step
         if stopping:
-            _event(cell, "signal", next_step, name=stop.signal_name or ANOTHER_CELL)
+            cell.event("signal", next_step, name=stop.signal_name or ANOTHER_CELL)
             break
     if next_step != last_saved:
         _checkpoint(cell, next_step, scores)
@@ -79,20 +77,6 @@ def _end_step(cell: Cell, step: int, totals: StepTotals, stop: bool) -> dict[str
             raise StageError(stage, None, error) from error
 
 
-@contextmanager
-def _writing_metrics(step: int) -> Iterator[None]:
-    """The rows are the truth about a run, which must not go on without them; says that it was they that failed."""
-    try:
-        yield
-    except OSError as error:
-        raise StageError(f"metrics of step {step}", None, error) from error
-
-
-def _event(cell: Cell, kind: str, step: int, **fields: Any) -> None:
-    with _writing_metrics(step):
-        cell.event(kind, step, **fields)
-
-
 def _checkpoint(cell: Cell, next_step: int, scores: list[float]) -> None:
     """Save the state, with the mean of the scores, which begin anew."""
     if cell.writer is not None:
@@ -101,7 +85,7 @@ def _checkpoint(cell: Cell, next_step: int, scores: list[float]) -> None:
         skipped = cell.trainer.skipped_in_a_row
         counters = {"identity": cell.job.identity, "plan": cell.trained, "skipped_in_a_row": skipped}
         score = fmean(scores) if scores else None
-        with cell.supervisor.busy("snapshot"), _writing_metrics(next_step):
+        with cell.supervisor.busy("snapshot"):
             cell.writer.save(next_step, cell.trainer.draft, cell.trainer.optimizer, counters, score)
     scores.clear()
 
@@ -110,7 +94,7 @@ def _log_step(cell: Cell, outline: StepOutline, totals: StepTotals, row: dict[st
     """Log a finished step and its batches; raises TrainingError after too many non-finite steps in a row."""
     rows = batch_rows(totals)
     started = time.monotonic()
-    with _writing_metrics(outline.step):
+    with writing_metrics(outline.step):
         for batch_row in rows:
             cell.sink.log("batches", batch_row)
         if cell.group.is_first:
@@ -134,7 +118,7 @@ def _log_skip(cell: Cell, step: int, rows: list[dict[str, Any]], row: dict[str, 
     """Every cell writes down its own batches of a skipped step, and which of them had a loss that is not finite."""
     batches = [batch["seq_no"] for batch in rows]
     not_finite = [batch["seq_no"] for batch in rows if not math.isfinite(batch["loss_sum"])]
-    _event(cell, "skip", step, batches=batches, not_finite=not_finite, grad_norm=row["grad_norm"], loss=row["loss"])
+    cell.event("skip", step, batches=batches, not_finite=not_finite, grad_norm=row["grad_norm"], loss=row["loss"])
     in_a_row = cell.trainer.skipped_in_a_row
     if in_a_row >= cell.job.train.max_skipped_in_a_row:
         culprits = f", of which {not_finite} have a loss that is not finite" if not_finite else ""

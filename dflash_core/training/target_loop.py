@@ -86,6 +86,8 @@ def run_target(
                     checked = True
         except ForwardAbandoned:
             raise Stopped from None
+        except StageError:  # an event that could not be written
+            raise
         except Exception as error:  # the batch's number is known only here
             raise StageError(f"target {number}", planned.seq_no, error) from error
         ready.put(planned.position, Ready(loaded, features, started - loaded.dispatched_at, done - started, busy_s()))
