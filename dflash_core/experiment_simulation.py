@@ -215,7 +215,8 @@ class Simulation:
     def machine(self, layout: Layout) -> Machine:
         if layout.num_gpus:
             return Machine(colocated=layout.colocated)
-        return Machine(cores=float(self.request.cores or 1))
+        cores = float(self.request.cores or 1)
+        return Machine(cores=cores, crowded=1.0 if self.measured is None else self.measured.crowding.left(cores))
 
     def does_not_fit(self, layout: Layout, shapes: Shapes) -> str | None:
         """Why the layout cannot be, in words; None where it can."""

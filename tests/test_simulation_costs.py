@@ -29,7 +29,7 @@ from dflash_core.simulation import (
     read_costs,
     shapes_of,
 )
-from dflash_core.simulation.fit import fit, least_squares
+from dflash_core.simulation.fit import Crowding, fit, least_squares
 from dflash_core.simulation.workload import mean_labelled
 
 TARGET = {"constant": 2e-3, "padded_tokens": 3e-6, "squares": 4e-9}
@@ -71,6 +71,7 @@ def write_run(folder: Path, *, steps: int = 20, noise: float = 0.0, attempt: int
                     "load_s": costed(terms, LOAD) * factor,
                     "target_busy_s": costed(terms, TARGET) * factor,
                     "draft_busy_s": costed(terms, DRAFT) * factor,
+                    "target_forward_s": 0.3,
                 }
             )
         ends.append(
@@ -113,6 +114,20 @@ def test_the_end_of_a_step_has_all_that_the_main_thread_does_once(tmp_path: Path
     # 0.5 - (0.1 + 0.15 + 0.2 + 0.004 + 0.03) is neither waited nor computed: 0.016, with 0.02 and 0.003 of optimizer and log.
     assert step.optimizer_s == pytest.approx(0.039)
     assert step.reduce_s == pytest.approx(0.004)
+
+
+def test_crowding_is_what_the_devices_got_of_the_cores(tmp_path: Path) -> None:
+    found = read_costs(write_run(tmp_path)).crowding
+    # Steps of 0.5 s, with three forward passes of 0.3 s, and a drafter at work for 0.15 + 0.2 + 0.03 s.
+    assert found.devices_active == pytest.approx((3 * 0.3 + 0.38) / 0.5)
+    rows = [json.loads(line) for line in (tmp_path / "metrics" / "batches.jsonl").read_text().splitlines()]
+    busy = sum(row["target_busy_s"] + row["draft_busy_s"] for row in rows if row["step"] >= 4) / 16 + 0.02
+    assert found.cores_used == pytest.approx(busy / 0.5)
+
+
+@pytest.mark.parametrize(("active", "used", "cores", "left"), [(2.5, 1.8, 2, 0.9), (1.9, 1.8, 2, 1.0), (3.0, 2.2, 2, 1.0)])
+def test_only_a_crowded_run_tells_what_crowding_costs(active: float, used: float, cores: float, left: float) -> None:
+    assert Crowding(active, used).left(cores) == pytest.approx(left)
 
 
 def test_noise_moves_single_batches_but_not_their_sum(tmp_path: Path) -> None:

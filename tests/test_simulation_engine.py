@@ -155,6 +155,17 @@ def test_pieces_of_work_on_one_core_go_on_at_the_same_rate() -> None:
     assert pool.settle() == pytest.approx(3.25)
 
 
+def test_crowded_cores_lose_a_share_only_while_there_are_too_few() -> None:
+    clock = Clock()
+    pool, ended = Pool(clock, 2, crowded=0.8), {}
+    for name, seconds in (("a", 0.8), ("b", 1.6), ("c", 1.6)):
+        pool.start(seconds, lambda name=name: ended.setdefault(name, clock.now))  # type: ignore[misc]
+    clock.run(lambda: False)
+    # Three at a rate of 2 * 0.8 / 3 until the short one ends at 1.5; the two others then have a core each.
+    assert ended == pytest.approx({"a": 1.5, "b": 2.3, "c": 2.3})
+    assert pool.settle() == pytest.approx(4.0)
+
+
 # what must always hold
 
 BATCH = st.tuples(

@@ -40,10 +40,12 @@ class Pool:
     Args:
         clock: simulated time.
         cores: pieces of work that run at full speed at once.
+        crowded: share of the cores that is left when more pieces than cores want to run: those that do run wait for what
+            one that does not run holds, such as an interpreter's lock.
     """
 
-    def __init__(self, clock: Clock, cores: float) -> None:
-        self._clock, self.cores = clock, cores
+    def __init__(self, clock: Clock, cores: float, crowded: float = 1.0) -> None:
+        self._clock, self.cores, self._crowded = clock, cores, crowded
         self._work: list[tuple[float, int, Callback]] = []
         self._virtual = self._since = self.busy_s = 0.0
         self._number = self._version = 0
@@ -51,7 +53,7 @@ class Pool:
     def rate(self) -> float:
         """Seconds of work that each piece does in a second, from 0 to 1."""
         active = len(self._work)
-        return 1.0 if active <= self.cores else self.cores / active
+        return 1.0 if active <= self.cores else self.cores * self._crowded / active
 
     def start(self, seconds: float, done: Callback) -> None:
         """Begin a piece of work of `seconds`, if it had a core of its own; `done` is called when it ends."""
@@ -70,7 +72,7 @@ class Pool:
         self._since = self._clock.now
         if self._work and passed > 0.0:
             self._virtual += passed * self.rate()
-            self.busy_s += passed * min(len(self._work), self.cores)
+            self.busy_s += passed * len(self._work) * self.rate()
 
     def _plan_next(self) -> None:
         self._version += 1

@@ -77,11 +77,27 @@ class Fitted:
 
 
 @dataclass(frozen=True)
+class Crowding:
+    """How many devices wanted to run at once, and how much of the cores they got, both as means over the run.
+
+    On GPUs neither says anything: each device has its own.
+    """
+
+    devices_active: float
+    cores_used: float
+
+    def left(self, cores: float) -> float:
+        """The share of `cores` that is left when more devices than that want to run; 1 where the run cannot tell."""
+        return min(1.0, self.cores_used / cores) if self.devices_active > cores else 1.0
+
+
+@dataclass(frozen=True)
 class MeasuredCosts:
     """What a run says of its costs.
 
     Attributes:
         step: the end of a step; `optimizer_s` has logging and all else that the main thread does once a step.
+        crowding: what the devices got of the cores.
         num_batches: batches that were fitted.
     """
 
@@ -89,6 +105,7 @@ class MeasuredCosts:
     target: Fitted
     draft: Fitted
     step: StepWork
+    crowding: Crowding
     num_batches: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -157,6 +174,7 @@ def read_costs(run_dir: Path) -> MeasuredCosts:
         target=fit(terms, TARGET_TERMS, columns["target_busy_s"]),
         draft=fit(terms, DRAFT_TERMS, columns["draft_busy_s"]),
         step=_step_work(run_dir, steps),
+        crowding=_crowding(run_dir, batches, steps),
         num_batches=len(batches),
     )
 
@@ -165,6 +183,23 @@ BATCH_KEYS = (
     "num_sequences", "num_padded_tokens", "max_seq_len", "num_anchors", "num_supervised", "load_s", "target_busy_s",
     "draft_busy_s",
 )  # fmt: skip
+
+
+def _crowding(run_dir: Path, batches: list[dict[str, Any]], steps: list[dict[str, Any]]) -> Crowding:
+    """From wall and busy seconds of all devices. Of the steps, which only the first cell logs, each cell has the like."""
+    kept = [row for row in steps if row["step"] >= WARM_UP_STEPS]
+    num_cells = len({row.get("cell", 0) for row in batches})
+
+    def of_steps(*names: str) -> float:
+        return num_cells * float(sum(_column(run_dir, kept, name, "steps").sum() for name in names))
+
+    def of_batches(*names: str) -> float:
+        return float(sum(_column(run_dir, batches, name).sum() for name in names))
+
+    seconds = of_steps("step_s") / num_cells
+    active = of_batches("target_forward_s") + of_steps("forward_s", "backward_s", "optimizer_s")
+    used = of_batches("target_busy_s", "draft_busy_s") + of_steps("optimizer_busy_s")
+    return Crowding(active / seconds, used / seconds)
 
 
 def _step_work(run_dir: Path, steps: list[dict[str, Any]]) -> StepWork:

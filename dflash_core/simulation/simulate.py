@@ -19,15 +19,17 @@ class Machine:
         cores: cores that loaders, targets and drafters of all cells share; None: every target and every drafter has a
             device of its own and loaders a core each, as on a machine with GPUs.
         colocated: target and drafter of a cell share one device (only without `cores`).
+        crowded: share of the cores that is left when more devices than cores want to run (`Pool`).
     """
 
     cores: float | None = None
     colocated: bool = False
+    crowded: float = 1.0
 
     def pools(self, clock: Clock, num_cells: int, settings: CellSettings) -> list[CellPools]:
         """The devices of every cell."""
         if self.cores is not None:
-            shared = Pool(clock, self.cores)
+            shared = Pool(clock, self.cores, self.crowded)
             return [CellPools(shared, [shared] * settings.num_targets, shared)] * num_cells
         cells = []
         for _ in range(num_cells):
