@@ -131,7 +131,7 @@ def configured(case: Case, steps: int) -> ExperimentConfig:
 
 def run_here(case: Case, run_dir: Path) -> None:
     """Train this process's cell with stand-ins."""
-    run_cell(root._job(root.load_experiment(run_dir / "config.yaml"), run_dir), stand_ins(case))
+    run_cell(root.training_job(root.load_experiment(run_dir / "config.yaml"), run_dir), stand_ins(case))
 
 
 def measure(case: Case, steps: int) -> dict[str, float]:

@@ -161,7 +161,7 @@ def compare_sleeping(steps: int, folder: Path) -> None:
     from dflash_core import experiment as root
     from dflash_core.experiment_simulation import Simulation
     from dflash_core.simulation import Layout, SimulationRequest, StepWork
-    from dflash_core.simulation.fit import Fitted, MeasuredCosts
+    from dflash_core.simulation.fit import Crowding, Fitted, MeasuredCosts
     from dflash_core.training.cell import run_cell
 
     print(f"\nsleeping, {steps} steps of 4 batches; padded tokens/s")
@@ -171,11 +171,11 @@ def compare_sleeping(steps: int, folder: Path) -> None:
         sizes = [f"topology.targets_per_cell={targets}", f"prefetch.max_bytes={megabytes * 2**20}", f"train.max_steps={steps}"]
         config, run_dir = load(sizes), folder / f"sleeping{number}"
         root.create_run(config, "run", run_dir)
-        run_cell(root._job(config, run_dir), sleeping_parts(target_s, draft_s))
+        run_cell(root.training_job(config, run_dir), sleeping_parts(target_s, draft_s))
         measured = throughput(run_dir, *window[:2])
         simulation = Simulation(config, SimulationRequest(gpus=(targets + 1,)))
         costs = [Fitted({"padded_tokens": seconds}, 1.0, 0.0) for seconds in (1e-6, target_s, draft_s)]
-        simulation.measured = MeasuredCosts(*costs, step=StepWork(), num_batches=0)
+        simulation.measured = MeasuredCosts(*costs, step=StepWork(), crowding=Crowding(0.0, 0.0), num_batches=0)
         predicted = predict(simulation, Layout(targets + 1, 1, 1, targets), window)
         shape = f"{targets:7} {megabytes:4} MB {target_s / draft_s:12.1f}"
         print(f"{shape} {measured:10,.0f} {predicted:10,.0f} {predicted / measured:6.3f}", flush=True)

@@ -34,12 +34,12 @@ class TargetConfig(Config):
     """
 
     path: str = Field(description="Hugging Face folder of the target, or package:NAME")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the frozen weights and features")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the frozen weights")
     feature_dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Number format of the captured states; default: that of the target"
     )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        "sdpa", description="Attention implementation of the target; flash_attention_2 needs the package flash-attn"
+        "sdpa", description="Attention of the target; flash_attention_2 needs the package flash-attn, a GPU and dtype bfloat16"
     )
     mask_token_id: NonNegativeInt | None = Field(
         None, description="Row of the target's embedding that stands for a masked slot; default: the tokenizer's mask token"

@@ -51,6 +51,7 @@ __all__ = [
     "sample_lines",
     "train_command",
     "train_run",
+    "training_job",
     "workspace",
 ]
 
@@ -140,7 +141,8 @@ def train_command(run_dir: Path) -> list[str]:
     return [*launcher, *train]
 
 
-def _job(config: ExperimentConfig, run_dir: Path) -> TrainingJob:
+def training_job(config: ExperimentConfig, run_dir: Path) -> TrainingJob:
+    """What `train_run` trains, resolved: for those who run a cell with stand-ins."""
     from dflash_core.training.job import TrainingJob
 
     run, identity = RunFolder(run_dir), _identity(config)
@@ -173,7 +175,7 @@ def train_run(config: ExperimentConfig, run_dir: Path) -> dict[str, Any]:
     """
     from dflash_core.training.cell import is_complete, run_cell
 
-    job = _job(config, Path(run_dir))
+    job = training_job(config, Path(run_dir))
     return job.run.read_manifest() if is_complete(job) else run_cell(job)
 
 
