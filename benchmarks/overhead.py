@@ -42,7 +42,10 @@ TOKEN_BUDGET = 6144
 
 @dataclass(frozen=True)
 class Case:
-    """One topology, and what a padded token costs its devices in microseconds; `batch_ms` is added for each batch."""
+    """One topology, and what a padded token costs its devices in microseconds.
+
+    With `lock_step_ms` a batch costs a target that much and no more, and the drafter as much less as there are targets.
+    """
 
     name: str
     cells: int
@@ -154,9 +157,9 @@ def measure(case: Case, steps: int) -> dict[str, float]:
     seconds = rows[last]["time"] - rows[first]["time"]
     tokens = sum(row["num_padded_tokens"] for row in steady)
     spreads = [max(row["prefetch_depths"]) - min(row["prefetch_depths"]) for row in stats if first < row["step"] <= last]
-    bound = min(case.bounds()) if case.target_us else len(steady) * 8 / seconds * tokens / (len(steady) * 8)
-    if case.lock_step_ms:
-        bound = case.cells * case.targets * 1e3 / case.lock_step_ms * tokens / (8 * len(steady))
+    bound = min(case.bounds()) if not case.lock_step_ms else 0.0
+    if case.lock_step_ms:  # each batch costs the same, so that the bound is in batches
+        bound = case.cells * case.targets * 1e3 / case.lock_step_ms * tokens / sum(row["num_batches"] for row in steady)
     return {
         "share": tokens / seconds / bound,
         "log_share": sum(row["log_s"] for row in steady) / seconds,

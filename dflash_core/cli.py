@@ -6,6 +6,7 @@ interrupted. Every error is one line on standard error; `--debug` before the com
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -46,12 +47,22 @@ def _draw(lines: list[str]) -> None:
         typer.echo(line, err=True)
 
 
+class _OneLine(logging.Formatter):
+    """Leaves tracebacks out."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        plain = copy.copy(record)
+        plain.exc_info = plain.exc_text = None
+        return super().format(plain)
+
+
 def _log_to(*handlers: logging.Handler) -> None:
     logger = logging.getLogger("dflash_core")
     logger.setLevel(logging.INFO)
-    formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     for handler in handlers:
-        handler.setFormatter(formatter)
+        full = isinstance(handler, logging.FileHandler) or "--debug" in sys.argv[1:2]
+        kind = logging.Formatter if full else _OneLine
+        handler.setFormatter(kind("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
         logger.addHandler(handler)
 
 
@@ -164,6 +175,10 @@ def train(
 
     name, config = _one_run(experiment, overrides, run)
     cell = os.environ.get("RANK")
+    if cell is not None:
+        from dflash_core.training.distributed import end_with_launcher
+
+        end_with_launcher()
     if cell is None and config.topology.cells > 1:
         raise ConfigError(
             f"{experiment}: topology.cells is {config.topology.cells}; start them with python -m flows.train {experiment}"
@@ -176,7 +191,7 @@ def train(
         raise ConfigError("under torchrun --run-dir is needed")
     log_file = RunFolder(run_dir).log_file(int(cell or 0))
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    _log_to(logging.StreamHandler(), logging.FileHandler(log_file))
+    _log_to(logging.StreamHandler(), logging.FileHandler(log_file))  # the file has tracebacks, the terminal only with --debug
     manifest = root.train_run(config, run_dir)
     typer.echo(f"{manifest['state']}: {manifest['num_steps']} steps, {run_dir}")
 

@@ -145,7 +145,7 @@ class TopologyConfig(Config):
     cells: PositiveInt = Field(1, description="Processes; each is one drafter with its targets")
     targets_per_cell: PositiveInt = Field(1, description="Target loops of a cell")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Kind of device; auto takes GPUs where there are any")
-    devices: tuple[Annotated[str, Field(pattern=r"^cuda:\d+$")], ...] | None = Field(
+    devices: Annotated[tuple[Annotated[str, Field(pattern=r"^cuda:\d+$")], ...], Field(min_length=1)] | None = Field(
         None, description="GPUs of a node in the order in which cells take them, targets first; default: all, from cuda:0"
     )
     colocated: bool = Field(False, description="Drafter and targets of a cell share one device")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dflash_core.errors import ConfigError, DataError
+from dflash_core.errors import ConfigError, DataError, UserError
 from dflash_core.experiment_data import (
     dataset_folder,
     describe_bucket_choice,
@@ -88,6 +88,8 @@ def create_run(config: ExperimentConfig, run_name: str, run_dir: Path | None = N
     run_id = f"{config.name}-{run_name}-{digest_json([identity, length])[:8]}"
     folder = RunFolder(run_dir or workspace() / "runs" / run_id)
     if (folder.path / "manifest.json").exists():
+        if folder.is_owned():  # before its config.yaml is written anew
+            raise UserError(f"{folder.path}: another process is training this run")
         saved = folder.read_manifest().get("identity", identity)
         different, listed = identity_differences(saved, identity, "there")
         if different:

@@ -89,6 +89,16 @@ def test_a_row_per_checkpoint(tmp_path: Path) -> None:
         assert row["slowdown"] == pytest.approx(0.5, abs=0.15)
 
 
+@pytest.mark.parametrize(
+    "odd", [{"snapshot_s": None}, {"write_s": None}, {"num_bytes": None}, {"time": None}, {"wait_s": None}], ids=str
+)
+def test_a_row_that_is_not_as_it_was_written_costs_one_checkpoint_and_not_the_report(tmp_path: Path, odd: dict[str, Any]) -> None:
+    folder, _ = timed_run(tmp_path / "run", 0.0, write_s=0.9)
+    events = [{**e, **{k: v for k, v in odd.items() if k in e and e["step"] == 60}} for e in rows(folder, "events")]
+    write_jsonl(folder / "metrics" / "events.jsonl", events)
+    assert [one.step for one in checkpoints_of(load_run(folder))] == [20, 40, *range(80, 200, 20)]
+
+
 def test_what_an_attempt_left_unfinished_or_trained_again_does_not_count(tmp_path: Path) -> None:
     folder, _ = timed_run(tmp_path / "run", 0.0, write_s=0.9)
     events = rows(folder, "events")

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_core import experiment as root
 from dflash_core.training.run_folder import RunFolder
-from tests.harness.bench import Bench, assert_same_run, assert_whole
+from tests.harness.bench import Bench, assert_same_run, assert_whole, rows
 from tests.harness.client import Child, wait_until
 
 pytest_plugins = ["tests.harness.fixtures"]
@@ -197,3 +197,20 @@ def test_a_run_that_is_deleted_while_it_is_trained(bench: Bench) -> None:
         f"error: {run_dir}: the run was deleted while it was trained"
     ]
     assert not (run_dir / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_two_cells_skip_a_step_together_and_each_names_its_batches(bench: Bench) -> None:
+    """One batch of one cell is poisoned: no cell applies the step, and the weights stay the same in both."""
+    two = "topology.cells=2"
+    run_dir = bench.make("poisoned", OFTEN, two)
+    codes = [child.wait() for child in bench.start(run_dir, (f"{BREAKS}:poison_batch", {"seq_no": 7}))]
+    assert codes == [0, 0]
+    skips = {row["cell"]: row for row in rows(run_dir, "events") if row["kind"] == "skip"}
+    assert set(skips) == {0, 1} and {row["step"] for row in skips.values()} == {3}
+    assert sorted(n for row in skips.values() for n in row["batches"]) == [6, 7]
+    assert sorted(n for row in skips.values() for n in row["not_finite"]) == [7]
+    assert [row["step"] for row in rows(run_dir, "steps") if row["skipped"]] == [3]
+    again = bench.make("poisoned-again", OFTEN, two)
+    assert [child.wait() for child in bench.start(again, (f"{BREAKS}:poison_batch", {"seq_no": 7}))] == [0, 0]
+    assert_same_run(again, run_dir)

@@ -240,3 +240,21 @@ def test_a_target_that_is_not_there(tmp_path: Path) -> None:
         resolve_target_folder("package:no_such_package", tmp_path)
     with pytest.raises(ConfigError, match=r"no config\.json"):
         read_target_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("GPT2", "has no list of decoder layers to tap"),
+        ("Phi", "has a language-model head with a bias, which a draft would not get"),
+    ],
+)
+def test_a_model_that_a_draft_cannot_follow_is_refused(kind: str, reason: str, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16}
+    config = getattr(transformers, f"{kind}Config")(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    name = {"GPT2": "GPT2LMHeadModel", "Phi": "PhiForCausalLM"}[kind]
+    getattr(transformers, name)(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"^target.path: {tmp_path}: {name} {reason}; not supported"):
+        FrozenTarget(tmp_path, (1, 2), "float32", "sdpa", "cpu")

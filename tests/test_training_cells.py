@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import distributed
 
-from dflash_core.errors import CellLostError, TrainingError
+from dflash_core import experiment as root
+from dflash_core.errors import CellLostError, DataError, StoppedBySignal, TrainingError, UserError
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.run_folder import RunFolder
 from tests.test_training_run import start
@@ -90,3 +92,43 @@ def test_a_run_whose_cells_plan_differently_trains_no_step(micro_experiment: Pat
     manifest = RunFolder(run_dir).read_manifest()
     assert manifest["state"] == "failed" and "differ in train.seed" in manifest["error"]
     assert not (run_dir / "metrics" / "steps.jsonl").exists()
+
+
+def test_torchrun_does_not_undo_a_stop(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To torchrun every exit code but 0 is a failure, and with topology.max_restarts it starts the cells again."""
+    run_dir = start(micro_experiment, "stopped")
+    RunFolder(run_dir).update_manifest(state="stopped")
+    config = root.load_experiment(run_dir / "config.yaml")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(StoppedBySignal, match="stopped by a signal"):
+        root.train_run(config, run_dir)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert root.train_run(config, run_dir)["state"] == "completed"
+
+
+def test_a_second_start_does_not_touch_the_config_of_the_first(micro_experiment: Path) -> None:
+    run_dir = start(micro_experiment, "first")
+    before = (run_dir / "config.yaml").read_bytes()
+    with RunFolder(run_dir).owned(), pytest.raises(UserError, match="another process is training this run"):
+        root.create_run(root.load_experiment(micro_experiment, ["train.max_steps=3"]), "first", run_dir)
+    assert (run_dir / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["{}", "[1, 2]", "null", '{"run_id": "x"}', "{"])
+def test_a_manifest_that_is_none_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(DataError, match=r"manifest\.json: not a readable run manifest"):
+        RunFolder(tmp_path).read_manifest()
+
+
+def test_cells_do_not_lose_each_others_words_in_the_manifest(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.update_manifest(run_id="x", state="running")
+
+    def write(cell: int) -> None:
+        for number in range(20):
+            run.update_manifest(**{f"cell{cell}-{number}": number})
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert all(run.read_manifest()[f"cell{cell}-{number}"] == number for cell in range(4) for number in range(20))

@@ -94,6 +94,12 @@ def test_a_run_leaves_the_files_that_others_read(reference: Path) -> None:
     assert sorted(p.name for p in (reference / "checkpoints").iterdir()) == ["step-000008", "step-000010"]
 
 
+def test_bytes_are_reserved_for_the_states_too(reference: Path) -> None:
+    """They are most of what a batch holds until it is trained: two taps of 32 numbers of 4 bytes for every position."""
+    largest = max(row["num_padded_tokens"] for row in rows(reference, "batches"))
+    assert max(row["max_reserved_bytes"] for row in rows(reference, "stats")) >= largest * 2 * 32 * 4
+
+
 def test_training_lowers_the_loss(micro_experiment: Path) -> None:
     trained = losses(train(micro_experiment, "longer", "train.max_steps=40", "train.num_epochs=40"))
     assert sum(trained[-5:]) < 0.8 * sum(trained[:5])

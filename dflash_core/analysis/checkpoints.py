@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -43,19 +44,30 @@ class Checkpoint:
 
 
 def checkpoints_of(run: Run) -> list[Checkpoint]:
-    """The checkpoints that were finished, in the order of their steps; those of a run of an older version are not known."""
+    """The checkpoints that were finished, in the order of their steps; rows that lack a number or a time are left out."""
     begun: dict[tuple[int, int], Mapping[str, Any]] = {}
     found = []
     for event in run.events.to_pylist():
-        key = (event["attempt"] or 0, event["step"])
+        key = (event.get("attempt") or 0, event.get("step"))
         if event.get("kind") == "checkpoint_begin":
             begun[key] = event
         elif event.get("kind") == "checkpoint_end" and key in begun:
-            first = begun.pop(key)
-            snapshot_s, wait_s = first["snapshot_s"], first["wait_s"]
-            begin, end = first["time"].timestamp() - snapshot_s - wait_s, event["time"].timestamp()
-            found.append(Checkpoint(*key, begin, end, snapshot_s, wait_s, event["write_s"], event["num_bytes"]))
+            one = _joined(key, begun.pop(key), event)
+            found += [one] if one is not None else []
     return sorted(found, key=lambda one: (one.step, one.attempt))
+
+
+def _joined(key: tuple[int, int], begin: Mapping[str, Any], end: Mapping[str, Any]) -> Checkpoint | None:
+    """A checkpoint from its two events, or None where one of them is not as it was written."""
+    started, ended = begin.get("time"), end.get("time")
+    values = [begin.get("snapshot_s"), begin.get("wait_s"), end.get("write_s"), end.get("num_bytes")]
+    if not (isinstance(started, datetime) and isinstance(ended, datetime)):
+        return None
+    if not all(isinstance(value, int | float) for value in values):
+        return None
+    snapshot_s, wait_s, write_s, num_bytes = (float(value) for value in values if value is not None)
+    began = started.timestamp() - snapshot_s - wait_s
+    return Checkpoint(*key, began, ended.timestamp(), snapshot_s, wait_s, write_s, int(num_bytes))
 
 
 @dataclass(frozen=True)

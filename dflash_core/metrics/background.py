@@ -17,7 +17,7 @@ from dflash_core.pipeline.threads import start_thread
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 4096
-CLOSE_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 8.0  # a stop by a signal is to be over within 30 s
 
 
 class BackgroundSink(OptionalSink):

@@ -41,6 +41,7 @@ def load_causal_lm(folder: Path, dtype: str, attn_implementation: str, device: t
         if "attention" in reason.lower():
             raise ConfigError(f"{KEY}: {attn_implementation} cannot be used for {folder}: {reason}") from None
         raise ConfigError(f"target.path: {folder} cannot be loaded: {reason}") from None
+    _check_parts(model, folder)
     used = model.config._attn_implementation
     if used != attn_implementation:  # transformers falls back in silence for some models
         raise ConfigError(f"{KEY}: {attn_implementation} cannot be used for {folder}: transformers takes {used} instead")
@@ -51,6 +52,16 @@ def load_causal_lm(folder: Path, dtype: str, attn_implementation: str, device: t
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"target.path: {folder} does not fit on {device}: {_first_sentence(error)}") from None
     return model
+
+
+def _check_parts(model: Any, folder: Path) -> None:
+    """Refuse a model whose layers cannot be tapped, or whose head a draft would not get whole."""
+    if not hasattr(model.get_decoder(), "layers"):
+        raise ConfigError(f"target.path: {folder}: {type(model).__name__} has no list of decoder layers to tap; not supported")
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        what = "no language-model head" if head is None else "a language-model head with a bias, which a draft would not get"
+        raise ConfigError(f"target.path: {folder}: {type(model).__name__} has {what}; not supported")
 
 
 def _check_flash_attention(dtype: str, device: torch.device) -> None:

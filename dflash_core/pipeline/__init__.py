@@ -3,7 +3,7 @@
 from dflash_core.pipeline.budget import ByteBudget
 from dflash_core.pipeline.channel import Channel, ChannelStats, Closed
 from dflash_core.pipeline.prefetcher import BatchPrefetcher, Loaded, PrefetchSettings
-from dflash_core.pipeline.reorder import ReorderBuffer, ReorderStats
+from dflash_core.pipeline.reorder import GivenUp, ReorderBuffer, ReorderStats
 from dflash_core.pipeline.threads import Stopped, Supervisor
 from dflash_core.pipeline.watchdog import watchdog
 
@@ -13,6 +13,7 @@ __all__ = [
     "Channel",
     "ChannelStats",
     "Closed",
+    "GivenUp",
     "Loaded",
     "PrefetchSettings",
     "ReorderBuffer",

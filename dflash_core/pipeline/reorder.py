@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -11,6 +12,10 @@ from dflash_core.pipeline.occupancy import Occupancy, WaitClock
 from dflash_core.pipeline.threads import Supervisor
 
 Item = TypeVar("Item")
+
+
+class GivenUp(Exception):
+    """Whoever waited for an item needs it no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,13 @@ class ReorderBuffer(Generic[Item]):
             if position == self._next:
                 self._condition.notify_all()
 
-    def get(self) -> tuple[Item, float]:
-        """The item at the next position, and the seconds waited for it; raises as `Supervisor.wait_for`."""
+    def get(self, give_up: Callable[[], bool] = lambda: False) -> tuple[Item, float]:
+        """The item at the next position, and the seconds waited for it.
+
+        Raises:
+            GivenUp: the item is not there, and `give_up`, which is asked all the time, says that nobody needs it any more.
+            Stopped, StageError: as `Supervisor.wait_for`.
+        """
         with self._condition:
             started = time.monotonic()
             if self._next not in self._items:
@@ -77,10 +87,12 @@ class ReorderBuffer(Generic[Item]):
                 self._note(started)
             where = f"{self.name} (position {self._next})"
             try:
-                here = lambda: self._next in self._items  # noqa: E731 - read where it is used
+                here = lambda: self._next in self._items or give_up()  # noqa: E731 - read where it is used
                 waited = self._supervisor.wait_for(self._condition, here, self._timeout_s, where)
             finally:
                 self._end_of_wait(time.monotonic())
+            if self._next not in self._items:
+                raise GivenUp
             item = self._items.pop(self._next)
             self._next += 1
             self._note(time.monotonic())

@@ -63,6 +63,13 @@ def find_stall(supervisor: Supervisor, limit_s: float) -> StageError | None:
     return StageError(stage, None, f"no progress for {idle_s:.1f} s ({'; '.join(doing)})")
 
 
+def find_end_without_end(supervisor: Supervisor, limit_s: float) -> StageError | None:
+    """A stop without a failure takes its time, to save the state and to close the metrics, but not for ever."""
+    if supervisor.stopped_at is None or supervisor.now() - supervisor.stopped_at <= limit_s:
+        return None
+    return StageError("end of the run", None, f"it has not ended {limit_s:.1f} s after it was to stop")
+
+
 def _place(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
@@ -115,8 +122,7 @@ def watch_for_stalls(
             return
         supervisor.notice_pause(before, pause_s)
         if failed_at is None:
-            # A stop without a failure may take its time: it saves the state.
-            stall = None if supervisor.stopping else find_stall(supervisor, limit_s)
+            stall = find_end_without_end(supervisor, limit_s) if supervisor.stopping else find_stall(supervisor, limit_s)
             if stall is not None:
                 _stop_with(supervisor, stall)
         elif supervisor.now() - failed_at >= grace_s:

@@ -99,10 +99,21 @@ def writing_metrics(step: int) -> Iterator[None]:
         raise StageError(f"metrics of step {step}", None, error) from error
 
 
-def build_cell(
-    job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor: Supervisor, attempt: int, parts: CellParts
-) -> Cell:
-    """Build everything that a cell needs, load its newest checkpoint, and start its threads.
+@dataclass(frozen=True)
+class Groundwork:
+    """What takes long to make and touches nothing but memory: a stop may fall anywhere into it."""
+
+    dataset: Dataset
+    plan: RunPlan
+    targets: dict[str, FrozenTarget]
+    trainer: DraftTrainer
+    first_step: int
+    fingerprint: str
+    trained: str
+
+
+def prepare_cell(job: TrainingJob, group: CellGroup, devices: CellDevices, parts: CellParts) -> Groundwork:
+    """Plan the run, load targets and draft, and the newest checkpoint; agree with the other cells on what is trained.
 
     Raises:
         CheckpointError: the newest checkpoint is of another run than the configured one.
@@ -120,12 +131,20 @@ def build_cell(
     first_step = _resume(job, trainer, trained)
     planned = {"plan": fingerprint, "num_steps": plan.num_steps, "newest checkpoint": first_step}
     group.check_agreement({**job.identity, **planned}, devices.draft)
+    return Groundwork(dataset, plan, targets, trainer, first_step, fingerprint, trained)
+
+
+def build_cell(
+    job: TrainingJob, group: CellGroup, devices: CellDevices, supervisor: Supervisor, attempt: int, made: Groundwork
+) -> Cell:
+    """Put the pipeline around what is there, and start its threads."""
+    plan, trainer, first_step = made.plan, made.trainer, made.first_step
     collator = Collator(
-        dataset,
+        made.dataset,
         seed=job.train.seed,
         num_anchors=job.train.num_anchors,
         weights_K=slot_weights(job.spec.block_size, job.train.loss_gamma or default_gamma(job.spec.block_size)),
-        pad_token_id=first_target.shape.pad_token_id,
+        pad_token_id=made.targets[devices.targets[0]].shape.pad_token_id,
         pin=devices.is_cuda,
     )
     batches = plan.batches(group.rank, first_step)
@@ -133,7 +152,7 @@ def build_cell(
     first_position = plan.first_position(group.rank, first_step)
     ready: ReorderBuffer[Ready] = ReorderBuffer("ready buffer", first_position, supervisor, wait_limit_s(job))
     if group.is_first:
-        fingerprints = {"plan": fingerprint, "config": digest_json(job.identity)}
+        fingerprints = {"plan": made.fingerprint, "config": digest_json(job.identity)}
         fingerprints |= {key: job.identity[key] for key in ("dataset", "tokenizer", "target_weights")}
         write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
     sink = _open_sinks(job, group, attempt, plan.num_steps)  # last of what can fail: from here on somebody closes it
@@ -143,9 +162,9 @@ def build_cell(
     for number, device in enumerate(devices.targets):
         queue = prefetcher.queues[number]
         on_event = partial(log_event, sink, group.rank)
-        parts_of_it = (targets[device], number, queue, ready, supervisor, on_event)
+        parts_of_it = (made.targets[device], number, queue, ready, supervisor, on_event)
         supervisor.start(f"target {number}", run_target, *parts_of_it, done=queue.is_drained)
-    return Cell(job, group, supervisor, plan, trained, trainer, prefetcher, ready, monitor, writer, sink, first_step)
+    return Cell(job, group, supervisor, plan, made.trained, trainer, prefetcher, ready, monitor, writer, sink, first_step)
 
 
 def _make_writer(job: TrainingJob, first_step: int, on_event: Callable[..., None], supervisor: Supervisor) -> CheckpointWriter:
@@ -185,10 +204,20 @@ def _open_sinks(job: TrainingJob, group: CellGroup, attempt: int, num_steps: int
     sinks: list[MetricsSink] = [JsonlSink(job.run.metrics)]
     if group.is_first:
         sinks.append(ConsoleSink(num_steps, job.metrics.console_every_s))
-        if job.metrics.wandb != "disabled":
-            wandb = WandbSink(job.metrics.wandb, job.metrics.wandb_project, job.run_id, job.run.wandb, job.shown_config)
-            sinks.append(BackgroundSink(wandb))  # a row takes it milliseconds
+        _add_wandb(job, sinks)
     return RunLog(FanOut(sinks), job.run_id, attempt)
+
+
+def _add_wandb(job: TrainingJob, sinks: list[MetricsSink]) -> None:
+    """W&B in a thread of its own, for a row takes it milliseconds. A run can do without: a failure to start it is a warning."""
+    if job.metrics.wandb == "disabled":
+        return
+    try:
+        wandb = WandbSink(job.metrics.wandb, job.metrics.wandb_project, job.run_id, job.run.wandb, job.shown_config)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the JSONL files have it all
+        log.warning("W&B is off: it could not be started: %s: %s", type(error).__name__, error)
+    else:
+        sinks.append(BackgroundSink(wandb))
 
 
 def _resume(job: TrainingJob, trainer: DraftTrainer, trained: str) -> int:

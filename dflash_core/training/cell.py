@@ -18,10 +18,18 @@ from typing import Any
 import torch
 
 from dflash_core.data import Dataset
-from dflash_core.errors import EXIT_TRAINING_FAILED, CellLostError, ConfigError, DFlashError, StageError, StoppedBySignal
+from dflash_core.errors import (
+    EXIT_TRAINING_FAILED,
+    CellLostError,
+    ConfigError,
+    DataError,
+    DFlashError,
+    StageError,
+    StoppedBySignal,
+)
 from dflash_core.pipeline import Stopped, Supervisor, watchdog
 from dflash_core.pipeline.threads import start_thread
-from dflash_core.training.assembly import Cell, CellParts, build_cell
+from dflash_core.training.assembly import Cell, CellParts, build_cell, prepare_cell
 from dflash_core.training.checkpoint import newest_checkpoint
 from dflash_core.training.devices import CellDevices, cell_devices
 from dflash_core.training.distributed import CellGroup
@@ -29,7 +37,7 @@ from dflash_core.training.job import TrainingJob
 from dflash_core.training.run_folder import now
 from dflash_core.training.schedule import RunPlan
 from dflash_core.training.steps import ANOTHER_CELL, train_steps
-from dflash_core.training.stop_request import StopRequest
+from dflash_core.training.stop_request import StoppedWhileBuilding, StopRequest
 
 log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 3.0  # a stop is to be over within 5 s
@@ -76,30 +84,59 @@ def run_cell(job: TrainingJob, parts: CellParts | None = None) -> dict[str, Any]
 
 
 def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopRequest, parts: CellParts) -> dict[str, Any]:
-    attempt = int(job.run.read_manifest().get("attempt", -1)) + 1
-    group.wait_for_all(devices.draft)  # every cell has read the number before the first one writes it
-    if group.is_first:
-        job.run.update_manifest(state="running", attempt=attempt, pid=os.getpid(), started=now(), finished=None, error=None)
+    attempt = _begin(job, group, devices)
     try:
         with Supervisor("cell", JOIN_TIMEOUT_S) as supervisor:
             try:
-                cell = build_cell(job, group, devices, supervisor, attempt, parts)
+                # Alone, a cell need not build to the end once it is asked to stop; several agree at the end of a step.
+                with stop.raising() if group.size == 1 else nullcontext():
+                    blueprint = prepare_cell(job, group, devices, parts)
+                cell = build_cell(job, group, devices, supervisor, attempt, blueprint)
                 with watchdog(supervisor, job.prefetch.stall_timeout_s, partial(_give_up, job, group)):
                     try:
                         next_step = train_steps(cell, stop)
-                    except BaseException:
+                    except BaseException as error:
+                        if isinstance(error, DFlashError):
+                            supervisor.keep_failure(error)  # from here on the watchdog counts
                         _close(cell, failed=True)
                         raise
+                    supervisor.forgive_stragglers = stop.signal_name is not None
                     _close(cell, failed=False)
             except Stopped:  # some thread failed; what it raised is what the user must see
                 raise supervisor.failure or RuntimeError("stopped without a reason") from None
         if supervisor.failure is not None:
             raise supervisor.failure
+    except StoppedWhileBuilding:
+        job.run.update_manifest(state="stopped", finished=now())
+        when = f"stopped by {stop.signal_name} before the first step of this attempt"
+        raise StoppedBySignal(f"{when}; run again to resume") from None
     except BaseException as error:
         _record_failure(job, group, error)
         raise
-    done = next_step >= cell.plan.num_steps
+    return _end(job, cell, stop, next_step)
+
+
+def _begin(job: TrainingJob, group: CellGroup, devices: CellDevices) -> int:
+    """Say in the manifest that the run is on; returns the number of this attempt.
+
+    Raises:
+        StoppedBySignal: torchrun starts a run again that had only been stopped; to it, any exit code but 0 is a failure.
+    """
+    manifest = job.run.read_manifest()
+    if manifest["state"] == "stopped" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        raise StoppedBySignal("the run was stopped by a signal; run again to resume")
+    attempt = int(manifest.get("attempt", -1)) + 1
+    group.wait_for_all(devices.draft)  # every cell has read the number before the first one writes it
     if group.is_first:
+        job.run.update_manifest(state="running", attempt=attempt, pid=os.getpid(), started=now(), finished=None, error=None)
+    group.wait_for_all(devices.draft)  # and what a cell writes from here on comes after it
+    return attempt
+
+
+def _end(job: TrainingJob, cell: Cell, stop: StopRequest, next_step: int) -> dict[str, Any]:
+    """Say in the manifest how the run ended; raises StoppedBySignal if steps are left."""
+    done = next_step >= cell.plan.num_steps
+    if cell.group.is_first:
         assert cell.writer is not None and cell.writer.last_written is not None
         measured = job.run.read_manifest().get("evaluation") or {}
         stale = {"acceptance_length": None, "lossless": None, "evaluation": None, "evaluation_digest": None}
@@ -143,10 +180,12 @@ def _record_failure(job: TrainingJob, group: CellGroup, error: BaseException) ->
     """Put the failure into the manifest: any cell its own, and one that only lost the others leaves theirs alone."""
     if not (job.run.path / "manifest.json").exists():
         return  # somebody has deleted the run; what is written now would look like one
-    if isinstance(error, CellLostError) and (not group.is_first or job.run.read_manifest().get("error") is not None):
+    if isinstance(error, StoppedBySignal):
         return
     text = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
     try:
+        if isinstance(error, CellLostError) and (not group.is_first or job.run.read_manifest().get("error") is not None):
+            return
         job.run.update_manifest(state="failed", error=text, finished=now())
-    except OSError as second:  # such as a full disk; the first failure is what the user must see
+    except (OSError, DataError) as second:  # such as a full disk; the first failure is what the user must see
         log.error("the manifest could not be written: %s", second)

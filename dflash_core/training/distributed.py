@@ -7,7 +7,10 @@ counts, stop requests). Division by the global weight comes after (docs/decision
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -110,3 +113,12 @@ class CellGroup:
     def close(self) -> None:
         if self.size > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_launcher() -> None:
+    """Let the system send SIGTERM to this process when its parent dies: a torchrun that is killed leaves no cell behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

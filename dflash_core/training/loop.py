@@ -22,7 +22,7 @@ from dflash_core.errors import StageError
 from dflash_core.model.documents import context_windows
 from dflash_core.model.draft import DFlashDraft, embed_blocks, group_size
 from dflash_core.model.loss import block_loss, expected_acceptance_length
-from dflash_core.pipeline import ByteBudget, ReorderBuffer, Supervisor
+from dflash_core.pipeline import ByteBudget, GivenUp, ReorderBuffer, Supervisor
 from dflash_core.training.device_clock import Seconds, start_clock
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.schedule import learning_rate
@@ -201,7 +201,8 @@ def take_batches(
 ) -> bool:
     """Train on the next `count` batches and give their bytes back.
 
-    `abandon` is asked before each batch; when it says yes the step is left unfinished and the result is False.
+    `abandon` is asked before each batch and while waiting for it; when it says yes the step is left unfinished and the
+    result is False.
 
     Raises:
         StageError: a batch could not be trained; it is named.
@@ -209,7 +210,10 @@ def take_batches(
     for _ in range(count):
         if abandon():
             return False
-        item, waited = ready.get()
+        try:
+            item, waited = ready.get(abandon)
+        except GivenUp:
+            return False
         totals.target_wait_s += waited
         seq_no = item.loaded.planned.seq_no
         with supervisor.busy("drafter", seq_no):

@@ -62,10 +62,15 @@ class RunFolder:
 
     def read_manifest(self) -> dict[str, Any]:
         """Raises `DataError` where there is no readable manifest."""
+        path = self.path / "manifest.json"
         try:
-            return dict(read_json(self.path / "manifest.json"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.path / 'manifest.json'}: not a readable run manifest ({error})") from None
+            manifest = read_json(path)
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"{path}: not a readable run manifest ({error})") from None
+        missing = [key for key in ("run_id", "state") if not isinstance(manifest, dict) or key not in manifest]
+        if missing:
+            raise DataError(f"{path}: not a readable run manifest ({missing[0]} is missing)")
+        return dict(manifest)
 
     @contextmanager
     def owned(self) -> Iterator[None]:
@@ -89,9 +94,12 @@ class RunFolder:
             return True
 
     def update_manifest(self, **fields: Any) -> dict[str, Any]:
-        """Change some fields and keep the others; the file is replaced as a whole."""
-        exists = (self.path / "manifest.json").exists()
-        manifest: dict[str, Any] = self.read_manifest() if exists else {"schema_version": SCHEMA_VERSION}
-        manifest.update({**fields, "updated": now()})
-        write_json(self.path / "manifest.json", manifest)
+        """Change some fields and keep the others; the file is replaced as a whole, by one process at a time."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".manifest.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # cells that fail together must not take each other's words away
+            exists = (self.path / "manifest.json").exists()
+            manifest: dict[str, Any] = self.read_manifest() if exists else {"schema_version": SCHEMA_VERSION}
+            manifest.update({**fields, "updated": now()})
+            write_json(self.path / "manifest.json", manifest)
         return manifest

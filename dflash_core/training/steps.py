@@ -82,6 +82,8 @@ def _checkpoint(cell: Cell, next_step: int, scores: list[float]) -> None:
     if cell.writer is not None:
         if not (cell.job.run.path / "manifest.json").exists():  # a checkpoint would make a folder that only looks like a run
             raise TrainingError(f"{cell.job.run.path}: the run was deleted while it was trained")
+        if next_step > cell.first_step and not (cell.job.run.metrics / "steps.jsonl").exists():
+            raise TrainingError(f"{cell.job.run.metrics}: the metrics were deleted while they were written")
         skipped = cell.trainer.skipped_in_a_row
         counters = {"identity": cell.job.identity, "plan": cell.trained, "skipped_in_a_row": skipped}
         score = fmean(scores) if scores else None

@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class StoppedWhileBuilding(BaseException):
+    """A signal came before anything was trained. No `Exception`, so that no library on the way takes it for its own."""
+
+
 class StopRequest:
-    """Set by SIGTERM and SIGINT; the train loop looks at it between batches and after every step."""
+    """Set by SIGTERM and SIGINT; the train loop looks at it between batches, while waiting, and after every step."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self._raises = False
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -27,5 +32,19 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Inside, a signal raises `StoppedWhileBuilding`, at once: loading a target can take minutes, and nothing is lost."""
+        self._raises = True
+        try:
+            if self.signal_name is not None:
+                raise StoppedWhileBuilding
+            yield
+        finally:
+            self._raises = False
+
     def _handle(self, number: int, _frame: object) -> None:
         self.signal_name = signal.Signals(number).name
+        if self._raises:
+            self._raises = False
+            raise StoppedWhileBuilding

@@ -63,7 +63,8 @@ def run_target(
 ) -> None:
     """Body of a target thread; ends when its queue is closed and empty.
 
-    The shape of every batch's states is checked, and what is in them on the first batch, with an event `target_checked`.
+    The shape of every batch's states is checked, and what is in them on the first batch that is finite, with an event
+    `target_checked`.
     A batch that does not fit into memory goes through in parts, with an event `out_of_memory` for each split.
 
     Raises:
@@ -80,7 +81,8 @@ def run_target(
             with supervisor.busy(f"target {number}", planned.seq_no):
                 features, busy_s = _serve(target, number, loaded, supervisor, on_event)
                 done = time.monotonic()
-                if not checked:
+                # A batch whose states are not finite is for the skip guard, wherever it stands: a resume may begin with it.
+                if not checked and bool(torch.isfinite(features).all()):
                     found = _look_into(target, loaded.payload, features)
                     on_event("target_checked", planned.step, **_source(target, number, planned), **found)
                     checked = True

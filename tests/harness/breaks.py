@@ -188,3 +188,33 @@ def at_step(step: int, action: str, path: str) -> None:
         return real(self, this_step, *rest)
 
     DraftTrainer.end = end  # type: ignore[method-assign]
+
+
+def slow_target_load(seconds: float) -> None:
+    """Loading the target takes as long as a large one does."""
+    from dflash_core.training import assembly
+
+    real = assembly.FrozenTarget
+
+    def load(*arguments: Any) -> Any:
+        sys.stderr.write("loading\n")
+        sys.stderr.flush()
+        time.sleep(seconds)
+        return real(*arguments)
+
+    assembly.FrozenTarget = load  # type: ignore[assignment, misc]
+
+
+def poison_batch(seq_no: int) -> None:
+    """The loss of one batch is not a number."""
+    from dflash_core.training.loop import DraftTrainer
+
+    real = DraftTrainer.add
+
+    def add(self: DraftTrainer, totals: Any, ready: Any) -> None:
+        real(self, totals, ready)
+        if ready.loaded.planned.seq_no == seq_no:
+            parts = totals.batches[-1]
+            totals.batches[-1] = (parts[0], parts[1] * float("nan"), *parts[2:])
+
+    DraftTrainer.add = add  # type: ignore[method-assign]
