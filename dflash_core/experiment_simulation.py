@@ -59,7 +59,7 @@ from dflash_core.simulation import (
 CORES_LINK_GB_S = 0.5
 # Batches by which sizes are judged before a layout is chosen; and batches in flight in all cells together, and in a cell for
 # each of its devices, that are simulated at least, where there is room for them (see `Simulation.held`).
-SAMPLE, HELD_IN_ALL, HELD_BY_DEVICE = 128, 4000, 4
+SAMPLE, HELD_IN_ALL, HELD_BY_DEVICE = 128, 1000, 4
 FEATURE_BYTES = {"float32": 4, "bfloat16": 2}
 
 

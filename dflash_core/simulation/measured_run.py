@@ -1,4 +1,4 @@
-"""Whether the costs that a run has measured are those of the experiment: same target, draft, number formats and kind of device."""
+"""Whether the costs that a run has measured are those of the experiment: target, draft, number formats and kind of device."""
 
 from __future__ import annotations
 
