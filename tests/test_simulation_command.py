@@ -230,7 +230,7 @@ def test_the_shipped_experiment_of_27b_fits_its_cards(in_repository: Path, model
 
 
 def test_more_of_the_run_before_and_behind_changes_nothing(in_repository: Path) -> None:
-    """Windows that are filled with all that is in flight are in balance, and nobody runs dry; nothing depends on where they end."""
+    """Windows that are filled with all that is in flight are in balance, and nobody runs dry."""
     config = root.load_experiment(Path("flows/experiments/qwen3_27b_6x2.yaml"), ["prefetch.max_bytes=6000000000"])
     simulation = Simulation(config, SimulationRequest(gpus=(64,), target_model="qwen3-8b", mean_length=1500.0, steps=16))
     for layout in (Layout(64, 8, 8, 1, colocated=True), Layout(64, 8, 4, 1)):

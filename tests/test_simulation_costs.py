@@ -372,7 +372,7 @@ def test_kept_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatc
     shapes = one_batch(1, length, anchors, 16, 900.0)
     told = [Table(model, DraftFigures(n, 16, 2, 2, wide), CARDS["h200"]).memory_terms(shapes, 0, 1)["drafter"] for n in (2, 3)]
     layer = (told[1]["kept activations"] - told[0]["kept activations"]) * 1e9
-    assert layer == pytest.approx(kept(3) - kept(2), rel=0.05)
+    assert layer == pytest.approx(kept(3) - kept(2), rel=0.02)  # the copy of the weights in bf16 is kept, too
 
 
 def test_names_that_are_not_in_the_table_are_told_what_is() -> None:
