@@ -157,8 +157,9 @@ def simulate(
     )
     _, config = _one_run(experiment, overrides, run)
     result = simulate_experiment(config, request)
-    _draw(describe_simulation(result))
     _show(result)
+    sys.stdout.flush()
+    _draw(describe_simulation(result))  # behind the JSON, which is long, so that on a terminal it is what one sees
 
 
 @app.command()

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from dflash_core.bucketing import EpochPlan
 from dflash_core.config import check_draft_fits
 from dflash_core.errors import ConfigError, DataError
 from dflash_core.experiment_data import dataset_folder, edges, target_folder
-from dflash_core.experiment_file import ExperimentConfig
+from dflash_core.experiment_file import ExperimentConfig, load_experiment
 from dflash_core.simulation import (
     MOST_CELLS,
     BatchWork,
@@ -37,10 +38,12 @@ from dflash_core.simulation import (
     Table,
     Terms,
     batches_per_step,
+    check_same,
     core_layouts,
     explain,
     find_card,
     find_model,
+    format_notes,
     gpu_layouts,
     join_epochs,
     lengths_from_file,
@@ -49,12 +52,14 @@ from dflash_core.simulation import (
     shapes_of,
     shares,
     simulate,
+    too_much,
 )
 
 # Join of gradients between processes of one machine without GPUs, 10^9 bytes a second: gloo over the loopback device, measured.
 CORES_LINK_GB_S = 0.5
-# Batches by which sizes are judged before a layout is chosen, and most steps in which a pipeline is filled.
-SAMPLE, MOST_FILLING = 128, 12
+# Batches by which sizes are judged before a layout is chosen; and batches in flight in all cells together, and in a cell for
+# each of its devices, that are simulated at least, where there is room for them (see `Simulation.held`).
+SAMPLE, HELD_IN_ALL, HELD_BY_DEVICE = 128, 1000, 4
 FEATURE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -72,11 +77,18 @@ class Simulation:
         self.draft = self._draft()
         self.card: CardFigures = find_card(request.card)
         self.table = Table(self.model, self.draft, self.card, request.assumptions)
-        self.measured: MeasuredCosts | None = None if request.measured is None else read_costs(request.measured)
+        self.measured: MeasuredCosts | None = None if request.measured is None else self._measured(request.measured)
         self.sequences, self.source = self._sequences()
+        if int(self.sequences.supervised.max()) < 2:
+            raise DataError(f"{self.source}: no sequence has two supervised tokens, as an anchor and its label need")
         self.edges = edges(config, self.sequences.length)
         self._shapes: dict[tuple[int, int, int], Shapes] = {}  # those planned last
         self._sampled: Shapes | None = None
+
+    def _measured(self, run_dir: Path) -> MeasuredCosts:
+        run, kind = load_experiment(run_dir / "config.yaml"), "CPU" if self.request.cores is not None else "GPU"
+        check_same(run_dir, run.model_dump(mode="json"), self.config.model_dump(mode="json"), kind)
+        return read_costs(run_dir)
 
     def _model(self) -> ModelFigures:
         if self.request.target_model is not None:
@@ -86,7 +98,8 @@ class Simulation:
         try:
             shape = read_target_shape(target_folder(self.config))
         except ConfigError as error:
-            raise ConfigError(f"{error} (for a target that is not here, name one of the table with --target-model)") from None
+            hint = "" if self.request.measured else " (for a target that is not here, name one of the table with --target-model)"
+            raise ConfigError(f"{error}{hint}") from None
         return ModelFigures(
             name=self.config.target.path,
             hidden_size=shape.hidden_size,
@@ -117,7 +130,7 @@ class Simulation:
         longest, seed = config.data.max_length, config.train.seed
         most = max([*request.gpus, request.cores or 1])
         mean = request.mean_length or longest / 2
-        per_batch = max(1.0, config.bucketing.token_budget / min(mean, longest))
+        per_batch = max(1.0, config.bucketing.token_budget / max(1.0, min(mean, longest)))
         count = int(2 * per_batch * batches_per_step(config.bucketing.batches_per_step, most) * (request.steps + 24))
         if request.lengths_file is not None:
             length, source = lengths_from_file(request.lengths_file, longest, count, seed), str(request.lengths_file)
@@ -207,10 +220,10 @@ class Simulation:
         return StepWork(own.reduce_s + ring, own.optimizer_s)
 
     def settings(self, layout: Layout) -> CellSettings:
+        """Sizes and policy of a cell; bytes in flight are bounded to what `window` fills."""
         prefetch = self.config.prefetch
-        return CellSettings(
-            layout.targets_per_cell, prefetch.num_workers, prefetch.queue_batches, prefetch.max_bytes, prefetch.dispatch
-        )
+        most = min(prefetch.max_bytes, math.ceil(self.held(layout) * float(self._sample().num_bytes.mean())))
+        return CellSettings(layout.targets_per_cell, prefetch.num_workers, prefetch.queue_batches, most, prefetch.dispatch)
 
     def machine(self, layout: Layout) -> Machine:
         if layout.num_gpus:
@@ -220,26 +233,24 @@ class Simulation:
 
     def does_not_fit(self, layout: Layout, shapes: Shapes) -> str | None:
         """Why the layout cannot be, in words; None where it can."""
-        if self.measured is not None and self.request.target_model is None:
-            return None  # it ran
         if not layout.num_gpus:
             return None
-        needs = self.table.memory_gb(shapes, self.config.prefetch.max_bytes, layout.num_cells)
-        places = ("colocated",) if layout.colocated else ("target", "drafter")
-        for place in places:
-            if needs[place] > self.card.memory_gb:
-                whose = "target and drafter on one card" if place == "colocated" else f"a {place}'s card"
-                return f"{whose} needs {needs[place]:.0f} GB, the {self.card.name} has {self.card.memory_gb:g}"
-        return None
+        return too_much(self.table, shapes, self.config.prefetch.max_bytes, layout.num_cells, colocated=layout.colocated)
+
+    def held(self, layout: Layout) -> float:
+        """Mean batches in flight in a cell: what the byte budget holds, and in sweeps of many cells no more than a few for each
+        device of the cell. More would only even out longer stretches of dear and cheap batches."""
+        budget = self.config.prefetch.max_bytes / float(self._sample().num_bytes.mean())
+        return min(budget, max(HELD_BY_DEVICE * (layout.targets_per_cell + 1), HELD_IN_ALL / layout.num_cells))
 
     def window(self, layout: Layout) -> tuple[int, int, int]:
         """First and last step that are counted, and the number of steps in all.
 
-        Before them the pipeline is filled twice, and behind them there is enough to keep it full.
+        Before them as many batches as are in flight (`held`) go through the pipeline at least twice, and behind them there
+        are as many once more, so that the targets are busy to the end.
         """
         per_step = batches_per_step(self.config.bucketing.batches_per_step, layout.num_cells)
-        held = self.config.prefetch.max_bytes / float(self._sample().num_bytes.mean()) + 2 * layout.targets_per_cell
-        fill = min(MOST_FILLING, 1 + math.ceil(held * layout.num_cells / per_step))
+        fill = 2 + math.ceil(self.held(layout) * layout.num_cells / per_step)
         return 2 * fill, 2 * fill + self.request.steps - 1, 3 * fill + self.request.steps
 
     def run(self, layout: Layout, window: tuple[int, int, int] | None = None) -> tuple[Simulated, Shapes]:
@@ -371,6 +382,7 @@ def simulate_experiment(config: ExperimentConfig, request: SimulationRequest) ->
         "trainable_parameters": draft.trainable,
         "feature_bytes_per_token": simulation.feature_bytes,
         "costs": {"measured": str(request.measured), **measured.as_dict()} if measured else _table_costs(simulation),
+        "notes": [] if measured else format_notes(config.target.dtype, config.train.compute_dtype),
         "machines": machines,
     }
 

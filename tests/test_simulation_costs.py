@@ -187,6 +187,12 @@ def without(name: str) -> Any:
     [
         ("batches", lambda lines: ["{", *lines[1:]], r"batches.jsonl: row 1: not a row"),
         ("batches", lambda lines: [*lines[:5], "7", *lines[5:]], r"batches.jsonl: row 6: not a row"),
+        ("batches", lambda lines: [lines[0].replace('"step": 0', '"step": 1e400'), *lines[1:]], r"row 1: not a row"),
+        (
+            "batches",
+            lambda lines: [*lines[:20], lines[20].replace('"num_sequences": ', '"num_sequences": 1' + "0" * 400), *lines[21:]],
+            "no numbers under num_sequences",
+        ),
         ("batches", without("target_busy_s"), "no numbers under target_busy_s"),
         ("batches", lambda lines: [line.replace('"load_s": 0', '"load_s": NaN, "x": 0') for line in lines], "not finite"),
         ("batches", lambda lines: lines[:15], "3 batches behind the first 4 steps; 8 are needed"),
@@ -333,6 +339,42 @@ def test_memory_is_told_by_place_and_grows_with_what_is_in_flight() -> None:
     assert many["target"] - few["target"] == pytest.approx(10.0) and many["drafter"] == few["drafter"]
 
 
+def test_kept_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more layer of the draft under autocast, with hooks on saved tensors; only the context is told otherwise on a GPU."""
+    import torch
+
+    from dflash_core.model import draft as module
+    from dflash_core.model.spec import DraftSpec
+
+    monkeypatch.setitem(module.ANCHORS_PER_GROUP, "cpu", 128)
+    hidden, wide, anchors, length = 64, 192, 128, 2
+
+    def kept(layers: int) -> int:
+        spec = DraftSpec(hidden, wide, layers, 4, 2, 16, 64, 1e-6, 1e4, 512, True, 5, 16, 3, (1, 2))
+        draft = module.DFlashDraft(spec).initialise(0)
+        own = {parameter.untyped_storage().data_ptr() for parameter in draft.parameters()}
+        seen: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage
+            return tensor
+
+        blocks = torch.ones(1, anchors, 16, hidden, dtype=torch.bfloat16)
+        features = torch.ones(1, length, 2 * hidden, dtype=torch.bfloat16)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", dtype=torch.bfloat16):
+            final = draft(features, blocks, torch.full((1, anchors), length))
+        assert final.shape == blocks.shape
+        return sum(storage.nbytes() for storage in seen.values())
+
+    model = ModelFigures("tiny", hidden, 5, 4, 2, 16, wide, 64, True, "")
+    shapes = one_batch(1, length, anchors, 16, 900.0)
+    told = [Table(model, DraftFigures(n, 16, 2, 2, wide), CARDS["h200"]).memory_terms(shapes, 0, 1)["drafter"] for n in (2, 3)]
+    layer = (told[1]["kept activations"] - told[0]["kept activations"]) * 1e9
+    assert layer == pytest.approx(kept(3) - kept(2), rel=0.02)  # the copy of the weights in bf16 is kept, too
+
+
 def test_names_that_are_not_in_the_table_are_told_what_is() -> None:
     with pytest.raises(ConfigError, match=r"--card H2: not in the table; there are H100, H200"):
         find_card("H2")
@@ -386,6 +428,8 @@ def test_lengths_are_drawn_as_a_file_counts_them(tmp_path: Path) -> None:
     drawn = lengths_from_file(path, 1000, 10_000, seed=1)
     values, counts = np.unique(drawn, return_counts=True)
     assert values.tolist() == [10, 20, 1000]
+    path.write_text("\ufefflength,count\n30,1\n", encoding="utf-8")  # as spreadsheets write it
+    assert lengths_from_file(path, 1000, 3, seed=1).tolist() == [30, 30, 30]
     assert counts[0] / len(drawn) == pytest.approx(0.6, abs=0.03)
 
 
@@ -398,6 +442,8 @@ def test_lengths_are_drawn_as_a_file_counts_them(tmp_path: Path) -> None:
         ("length,count\n10\n", "row 2"),
         ("length,count\n10,1\n0,5\n", "row 3: a length below 1"),
         ("length,count\n10,0\n", "holds no sequence"),
+        ("length,count\n1" + "0" * 26 + ",1\n", "row 2: a length or a count above"),
+        ("length,count\n10,1" + "0" * 400 + "\n", "row 2: a length or a count above"),
     ],
 )
 def test_a_bad_file_of_lengths_is_named_with_its_row(tmp_path: Path, text: str, told: str) -> None:

@@ -6,8 +6,9 @@
 from dflash_core.simulation.cell import BatchWork, CellSettings, StepWork
 from dflash_core.simulation.figures import CARDS, MODELS, CardFigures, ModelFigures, find_card, find_model
 from dflash_core.simulation.fit import MeasuredCosts, Terms, read_costs
-from dflash_core.simulation.flops import Assumptions, DraftFigures, Table
-from dflash_core.simulation.report import describe_simulation, explain, shares
+from dflash_core.simulation.flops import Assumptions, DraftFigures, Table, too_much
+from dflash_core.simulation.measured_run import check_same
+from dflash_core.simulation.report import describe_simulation, explain, format_notes, shares
 from dflash_core.simulation.request import SimulationRequest, parse_gpus
 from dflash_core.simulation.simulate import CellTimes, Machine, Simulated, simulate
 from dflash_core.simulation.topologies import MOST_CELLS, Layout, batches_per_step, core_layouts, gpu_layouts
@@ -42,11 +43,13 @@ __all__ = [
     "Table",
     "Terms",
     "batches_per_step",
+    "check_same",
     "core_layouts",
     "describe_simulation",
     "explain",
     "find_card",
     "find_model",
+    "format_notes",
     "gpu_layouts",
     "join_epochs",
     "lengths_from_file",
@@ -56,4 +59,5 @@ __all__ = [
     "shapes_of",
     "shares",
     "simulate",
+    "too_much",
 ]

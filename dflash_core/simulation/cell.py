@@ -263,4 +263,5 @@ class SimulatedCell:
         """Seconds so far, by stage and state."""
         busy = sum(watch.read().get("busy", 0.0) for watch in self.targets)
         feed = self.feed_watch.read().get("budget", 0.0)
-        return {**self.drafter.read(), "target_busy": busy, "budget": feed, "now": self._clock.now}
+        card = self._pools.draft.settle()
+        return {**self.drafter.read(), "target_busy": busy, "budget": feed, "card": card, "now": self._clock.now}

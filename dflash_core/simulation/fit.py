@@ -227,7 +227,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             row["step"], row["attempt"] = int(row["step"]), int(row["attempt"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             if number == len(lines):  # a run that is being written, or that was killed
                 break
             raise DataError(f"{path}: row {number}: not a row of a run's metrics") from None
@@ -241,7 +241,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def _column(run_dir: Path, rows: list[dict[str, Any]], name: str, stream: str = "batches") -> FloatArray:
     try:
         values = np.array([float(row[name]) for row in rows])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         path = run_dir / "metrics" / f"{stream}.jsonl"
         raise DataError(f"{path}: no numbers under {name}; the run was made before this was measured") from None
     if not np.isfinite(values).all():

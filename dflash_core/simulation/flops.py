@@ -148,26 +148,72 @@ class Table:
         gb_s = self.card.link_gb_s if num_nodes == 1 else min(self.card.link_gb_s, self.assumptions.node_link_gb_s)
         return gb_s * 1e9 * self.assumptions.link_share
 
-    def memory_gb(self, shapes: Shapes, in_flight: int, num_cells: int) -> dict[str, float]:
-        """What the card of a target, of a drafter, and one that is both need, in 10^9 bytes.
+    def memory_terms(self, shapes: Shapes, in_flight: int, num_cells: int) -> dict[str, dict[str, float]]:
+        """What the card of a target, of a drafter, and one that is both need, by what takes it, in 10^9 bytes.
 
-        Kept for the backward pass are 8 tensors of the hidden width and 3 of the MLP's for each slot and layer, and the
-        largest piece of logits; features are there twice. That is an estimate, and fragmentation is not in it.
+        Kept for the backward pass, of each slot and layer: 20 bytes for each unit of the hidden width, 14 of the queries', 12
+        of the keys' and 8 of the MLP's, counted under autocast with hooks on saved tensors (tests/test_simulation_costs.py);
+        the mask, 2 bytes for each key of its group of anchors; and, for each group, the context's keys and values, repeated for
+        all heads. Logits exist in pieces, of which
+        the largest counts; features are there twice. Fragmentation is not in it.
 
         Args:
             in_flight: bytes in flight, all of which may be features on the targets' cards.
         """
         model, draft = self.target, self.draft
-        weights = 2.0 * model.parameters
-        rows = 2.0 * model.vocab_size * model.hidden_size * (1 if model.tied else 2)
-        slots = float(shapes.blocks.max()) * draft.block_size
-        kept = slots * draft.num_layers * 2.0 * (8 * model.hidden_size + 3 * draft.intermediate_size)
-        logits = 3.0 * 4.0 * LOGIT_SLOTS * model.vocab_size
-        features = 2.0 * float(shapes.padded_tokens.max()) * self.feature_bytes
+        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        slots = shapes.blocks * draft.block_size
+        a_slot = 20 * model.hidden_size + 14 * queries + 12 * keys + 8 * draft.intermediate_size
+        blocks = shapes.blocks / shapes.rows
+        context = 4.0 * np.ceil(blocks / BLOCKS_PER_GROUP) * shapes.padded_tokens * queries
+        seen = shapes.padded_tokens / shapes.rows + np.minimum(blocks, BLOCKS_PER_GROUP) * draft.block_size
+        kept = draft.num_layers * float((slots * (a_slot + 2.0 * seen) + context).max())
         joined = 8.0 * self.trainable if num_cells > 1 else 0.0  # the flat buffer, and gradients cut out of it
-        training = OPTIMIZER_BYTES * self.trainable + joined + kept + logits + features
-        return {
-            "target": (weights + in_flight) / 1e9,
-            "drafter": (training + rows) / 1e9,
-            "colocated": (weights + in_flight + training) / 1e9,
+        training = {
+            "weights, gradients and moments of the draft": (OPTIMIZER_BYTES + 2) * self.trainable,  # and its copy in bf16
+            "joining gradients": joined,
+            "kept activations": kept,
+            "logits": 3.0 * 4.0 * LOGIT_SLOTS * model.vocab_size,
+            "features": 2.0 * float(shapes.padded_tokens.max()) * self.feature_bytes,
         }
+        serving = {"weights of the target": 2.0 * model.parameters, "bytes in flight": float(in_flight)}
+        rows = {"embedding and head": 2.0 * model.vocab_size * model.hidden_size * (1 if model.tied else 2)}
+        places = {"target": serving, "drafter": {**training, **rows}, "colocated": {**serving, **training}}
+        return {place: {name: size / 1e9 for name, size in terms.items()} for place, terms in places.items()}
+
+    def memory_gb(self, shapes: Shapes, in_flight: int, num_cells: int) -> dict[str, float]:
+        """The sums of `memory_terms`."""
+        return {place: sum(terms.values()) for place, terms in self.memory_terms(shapes, in_flight, num_cells).items()}
+
+
+# The key to lower for each term of `Table.memory_terms`.
+LOWER = {
+    "weights, gradients and moments of the draft": "draft.num_layers or draft.intermediate_size",
+    "joining gradients": "draft.num_layers or draft.intermediate_size",
+    "kept activations": "train.num_anchors, bucketing.max_sequences or bucketing.token_budget",
+    "logits": "target.path (a smaller vocabulary)",
+    "features": "bucketing.token_budget",
+    "weights of the target": "target.path (a smaller target)",
+    "bytes in flight": "prefetch.max_bytes",
+    "embedding and head": "target.path (a smaller vocabulary)",
+}
+
+
+def too_much(table: Table, shapes: Shapes, in_flight: int, num_cells: int, *, colocated: bool) -> str | None:
+    """Why a layout does not fit its cards, with the largest term and the key to lower; None where it fits.
+
+    Args:
+        shapes: some batches, of which the largest count.
+        in_flight: see `Table.memory_terms`.
+    """
+    needs, card = table.memory_terms(shapes, in_flight, num_cells), table.card
+    for place in ("colocated",) if colocated else ("target", "drafter"):
+        total = sum(needs[place].values())
+        if total > card.memory_gb:
+            whose = "target and drafter on one card need" if place == "colocated" else f"a {place}'s card needs"
+            largest = max(needs[place], key=lambda name: needs[place][name])
+            return (
+                f"{whose} {total:.1f} GB, the {card.name} has {card.memory_gb:.1f}; {needs[place][largest]:.1f} are"
+                f" {largest}: lower {LOWER[largest]}"
+            )
+    return None

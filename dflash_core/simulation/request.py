@@ -39,10 +39,13 @@ class SimulationRequest:
                 raise ConfigError(f"{name}: {share} is not above 0 and at most 1")
         if self.gpus and self.cores is not None:
             raise ConfigError("--cores: is for a machine without GPUs; leave out --gpus")
+        if self.target_model is not None and self.measured is not None:
+            raise ConfigError("--target-model: --measured has the costs of the experiment's own target; leave out one of them")
         if self.cores is not None and self.measured is None:
             raise ConfigError("--cores: what a core does is in no table; name a run of this target with --measured")
-        if any(not 1 <= gpus <= MOST_GPUS for gpus in self.gpus):
-            raise ConfigError(f"--gpus: {max(self.gpus)} is not from 1 to {MOST_GPUS}")
+        for gpus in self.gpus:
+            if not 1 <= gpus <= MOST_GPUS:
+                raise ConfigError(f"--gpus: {gpus} is not from 1 to {MOST_GPUS}")
         if self.cores is not None and not 1 <= self.cores <= MOST_GPUS:
             raise ConfigError(f"--cores: {self.cores} is not from 1 to {MOST_GPUS}")
 
@@ -63,4 +66,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
         raise ConfigError(f"--gpus {text}: expected a number, a list such as 4,8, or a range such as 1..1024") from None
     if not found:
         raise ConfigError(f"--gpus {text}: no number in this range")
+    twice = [number for place, number in enumerate(found) if number in found[:place]]
+    if twice:
+        raise ConfigError(f"--gpus {text}: {twice[0]} stands twice")
     return found

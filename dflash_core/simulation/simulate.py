@@ -50,6 +50,8 @@ class CellTimes:
         reduce_s, optimizer_s: the join, and optimizer and logging.
         target_busy_s: of all targets together.
         budget_s: the feed was waiting for bytes.
+        card_s: the drafter's device was at work for anybody.
+        draft_work_s, optimizer_work_s: of the drafter, on a device of its own.
     """
 
     total_s: float
@@ -60,6 +62,9 @@ class CellTimes:
     optimizer_s: float
     target_busy_s: float
     budget_s: float
+    card_s: float
+    draft_work_s: float
+    optimizer_work_s: float
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Simulated:
         trained: the cells' batches in the order in which they were trained.
         mean_bytes: reserved bytes of a cell, averaged over the batches trained.
         cores_busy: share of the shared cores that was busy over the whole run; None without shared cores.
+        colocated: target and drafter of a cell shared one card.
     """
 
     duration_s: float
@@ -84,6 +90,7 @@ class Simulated:
     trained: list[list[int]]
     mean_bytes: float
     cores_busy: float | None
+    colocated: bool = False
 
     def share(self, *names: str) -> float:
         """Mean over cells of the named times of the drafter, as a share of the whole."""
@@ -91,7 +98,9 @@ class Simulated:
 
     @property
     def target_busy(self) -> float:
-        """Busy share of the targets, mean over cells."""
+        """Busy share of the targets, mean over cells; of a shared card what the drafter does not use of its busy time."""
+        if self.colocated:
+            return max(0.0, self.share("card") - self.share("draft_work", "optimizer_work"))
         return sum(c.target_busy_s / c.total_s for c in self.cells) / len(self.cells) / self.num_targets
 
 
@@ -147,19 +156,24 @@ def simulate(
         duration_s=max(cell.step_ends[last] for cell in simulated) - min(begins),
         num_steps=last - first_step + 1,
         num_targets=settings.num_targets,
-        cells=[_times(cell, first_step, last) for cell in simulated],
+        cells=[_times(cell, works, step_work, first_step, last) for cell, works in zip(simulated, cells, strict=True)],
         step_ends_s=[max(cell.step_ends[step] for cell in simulated) for step in range(last + 1)],
         trained=[cell.trained for cell in simulated],
         mean_bytes=sum(cell.bytes_seen for cell in simulated) / max(1, sum(cell.num_seen for cell in simulated)),
         cores_busy=None if machine.cores is None else pools[0].draft.settle() / (clock.now * machine.cores),
+        colocated=machine.colocated and machine.cores is None,
     )
 
 
-def _times(cell: SimulatedCell, first_step: int, last_step: int) -> CellTimes:
+def _times(cell: SimulatedCell, works: Sequence[BatchWork], step_work: StepWork, first_step: int, last_step: int) -> CellTimes:
     end, begin = cell.snapshots[last_step], cell.snapshots[first_step - 1] if first_step else {}
 
     def passed(name: str) -> float:
         return max(0.0, end.get(name, 0.0) - begin.get(name, 0.0))  # of two equal sums one may be rounded down
 
     draft, wait, barrier, reduce, optimizer = (passed(name) for name in DRAFTER_STATES)
-    return CellTimes(passed("now"), draft, wait, barrier, reduce, optimizer, passed("target_busy"), passed("budget"))
+    return CellTimes(
+        passed("now"), draft, wait, barrier, reduce, optimizer, passed("target_busy"), passed("budget"), passed("card"),
+        draft_work_s=sum(work.draft_s for work in works if first_step <= work.step <= last_step),
+        optimizer_work_s=step_work.optimizer_s * (last_step - first_step + 1),
+    )  # fmt: skip

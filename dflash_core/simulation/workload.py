@@ -22,6 +22,8 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 # Sequences that a made-up dataset has at most: enough for any step, and a plan of them takes a tenth of a second.
 MOST_DRAWN = 400_000
+# Larger numbers in a file of lengths are mistakes.
+MOST_IN_FILE = 10**12
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def lengths_from_file(path: Path, longest: int, count: int, seed: int) -> IntArr
         DataError: the file cannot be read, or a row is not two whole numbers; the row is named.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
@@ -178,6 +180,8 @@ def lengths_from_file(path: Path, longest: int, count: int, seed: int) -> IntArr
             raise DataError(f"{path}: row {number}: {','.join(row)!r} is not a length and a count") from None
         if length < 1 or times < 0:
             raise DataError(f"{path}: row {number}: a length below 1, or a count below 0")
+        if max(length, times) > MOST_IN_FILE:
+            raise DataError(f"{path}: row {number}: a length or a count above {MOST_IN_FILE}")
         found.append((length, times))
     total = sum(times for _, times in found)
     if total == 0:
