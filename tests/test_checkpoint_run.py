@@ -205,6 +205,15 @@ def test_a_disk_that_cannot_keep_up_makes_the_loop_wait(micro_experiment: Path, 
     assert max(event["wait_s"] for event in events(run_dir, "checkpoint_begin")) > 0
 
 
+def test_what_a_killed_writer_left_is_swept_though_nothing_is_written_any_more(tmp_path: Path) -> None:
+    """Killed while older checkpoints were dropped behind the last one: the resume has nothing to train."""
+    for name in (".tmp-step-000010", ".old-step-000008", "step-000010"):
+        (tmp_path / name).mkdir()
+    with Supervisor("test") as supervisor:
+        CheckpointWriter(tmp_path, Retention(9), supervisor, lambda *_, **__: None).finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
 def test_a_snapshot_that_waits_is_written_though_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
     real = checkpoint_writer.CheckpointStore.write

@@ -22,7 +22,7 @@ from dflash_core.errors import StageError
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.pipeline import Stopped, Supervisor
 from dflash_core.training.checkpoint import CheckpointStore, Snapshot, take_snapshot
-from dflash_core.training.retention import Retention
+from dflash_core.training.retention import Retention, sweep
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class CheckpointWriter:
     ) -> None:
         self.last_written = last_written
         self._store = CheckpointStore(root, retention)
+        sweep(root)  # a run that resumes at its last checkpoint writes no other that would
         self._supervisor, self._on_event = supervisor, on_event
         self._changed = threading.Condition()
         self._waiting: Snapshot | None = None
