@@ -16,7 +16,9 @@ from dflash_core.config import BucketingConfig, TrainConfig
 from dflash_core.errors import DataError
 from dflash_core.records import PlannedBatch
 
-PLANS_KEPT = 2
+# Plans of epochs that are kept: two, as feed thread and train loop are never further apart than neighbouring epochs; of a small
+# dataset, whose epochs are over before what is in flight is trained, as many as hold so many sequences together.
+PLANS_KEPT, SEQUENCES_KEPT, MOST_PLANS_KEPT = 2, 1_000_000, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ def plan_configured(
 class RunPlan:
     """All epochs of a run, planned one at a time and numbered through. Safe to read from several threads.
 
-    A plan of millions of sequences takes seconds and hundreds of megabytes. The two asked for last are kept, as feed thread
-    and train loop are never further apart, and epochs that lie before the step asked for are not planned again.
+    A plan of millions of sequences takes seconds and hundreds of megabytes. The last ones asked for are kept, and epochs that
+    lie before the step asked for are not planned again.
 
     Args:
         lengths: sequence lengths of the dataset, [num_sequences].
@@ -75,11 +77,12 @@ class RunPlan:
         self._lengths, self.edges, self._bucketing, self._train, self._num_cells = lengths, edges, bucketing, train, num_cells
         self._lock = threading.Lock()
         self._recent: dict[int, EpochPlan] = {}
+        self._kept = max(PLANS_KEPT, min(MOST_PLANS_KEPT, SEQUENCES_KEPT // max(1, len(lengths))))
         self._cell_batches: dict[int, NDArray[np.int64]] = {}
         self._first_steps, self._first_batches = [0], [0]
         for epoch in range(train.num_epochs):
             # Only here is every epoch planned, to be counted. The first two, with which training begins, are kept.
-            plan = self.epoch_plan(epoch) if epoch < PLANS_KEPT else self._make(epoch)
+            plan = self.epoch_plan(epoch) if epoch < self._kept else self._make(epoch)
             self._first_steps.append(self._first_steps[-1] + plan.num_steps)
             self._first_batches.append(self._first_batches[-1] + plan.num_batches)
             if train.max_steps is not None and self._first_steps[-1] >= train.max_steps:
@@ -92,7 +95,7 @@ class RunPlan:
         """The plan of one epoch (the same arrays every time it is asked for)."""
         with self._lock:  # held while planning: two threads that ask for one epoch plan it once
             if epoch not in self._recent:
-                while len(self._recent) >= PLANS_KEPT:
+                while len(self._recent) >= self._kept:
                     del self._recent[next(iter(self._recent))]
                 self._recent[epoch] = self._make(epoch)
             return self._recent[epoch]
