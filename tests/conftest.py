@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -39,6 +40,16 @@ LIBRARY_THREADS = (
     "GlobalEventLoopThread",
     "tqdm",
 )
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Take back what a command line that ran in this process has done to the package's logger."""
+    logger = logging.getLogger("dflash_core")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)

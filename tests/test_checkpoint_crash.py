@@ -177,6 +177,7 @@ def test_killed_at_any_operation(before: Path, tmp_path: Path) -> None:
     assert found == sorted(found) and set(found) == {8, 12}  # at one moment the new one is there, and from then on
 
 
+@pytest.mark.slow
 def test_refused_by_the_disk_at_any_operation(before: Path, tmp_path: Path) -> None:
     """A failing operation is told, its temporary folder is gone, and what was there before is intact."""
     operations = record(before, tmp_path / "recorded")

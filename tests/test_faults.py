@@ -102,7 +102,7 @@ def test_a_stage_that_fails(bench: Bench, stage: str, kind: str) -> None:
     assert_resumes(bench, run_dir)
 
 
-@pytest.mark.parametrize("stages", [("loader", "drafter", "checkpoint"), pytest.param(tuple(STAGES), marks=SLOW)])
+@pytest.mark.parametrize("stages", [("drafter", "checkpoint"), pytest.param(tuple(STAGES), marks=SLOW)])
 def test_a_stage_that_blocks(bench: Bench, stages: tuple[str, ...]) -> None:
     """The blocked code never returns, in the main thread or in another: the process ends all the same."""
     limit = f"prefetch.stall_timeout_s={STALL_S}"
@@ -114,7 +114,7 @@ def test_a_stage_that_blocks(bench: Bench, stages: tuple[str, ...]) -> None:
     assert_resumes(bench, runs["drafter"])
 
 
-OFTEN_FULL = ("the rename fails", "the system refuses to write")
+OFTEN_FULL = ("the system refuses to write",)
 DISKS = {
     "a file cannot be made": ("break_file_change", {"kind": "full disk", "containing": "step-000006", "events": ["open"]}),
     "a folder cannot be made": ("break_file_change", {"kind": "full disk", "containing": "step-000006", "events": ["os.mkdir"]}),

@@ -127,6 +127,7 @@ def test_a_stop_does_not_wait_for_a_target_that_is_being_loaded(bench: Bench) ->
     assert_same_run(bench.reference(), run_dir)
 
 
+@pytest.mark.slow
 def test_a_stop_does_not_wait_for_a_target_that_hangs(bench: Bench) -> None:
     """What is trained so far is saved, although the batch that is waited for never comes and its thread never ends."""
     run_dir = bench.make("hanging")

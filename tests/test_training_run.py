@@ -371,6 +371,7 @@ def wait_for_step(run_dir: Path, step: int, timeout_s: float = 60.0) -> None:
 LONG = ("train.max_steps=400", "train.num_epochs=400", "train.checkpoint_every=5")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_4_and_kill_9_loses_nothing_that_a_resume_needs(micro_experiment: Path) -> None:
     run_dir = start(micro_experiment, "signalled", *LONG)
     process = child(run_dir)
