@@ -45,6 +45,11 @@ class TargetConfig(Config):
         None, description="Row of the target's embedding that stands for a masked slot; default: the tokenizer's mask token"
     )
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one number of a captured state."""
+        return {"float32": 4, "bfloat16": 2}[self.feature_dtype or self.dtype]
+
 
 class DataConfig(Config):
     """Conversations in, dataset folder out."""

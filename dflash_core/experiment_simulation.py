@@ -60,7 +60,6 @@ CORES_LINK_GB_S = 0.5
 # Batches by which sizes are judged before a layout is chosen; and batches in flight in all cells together, and in a cell for
 # each of its devices, that are simulated at least, where there is room for them (see `Simulation.held`).
 SAMPLE, HELD_IN_ALL, HELD_BY_DEVICE = 128, 1000, 4
-FEATURE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Simulation:
@@ -154,8 +153,7 @@ class Simulation:
     @property
     def feature_bytes(self) -> int:
         """Tapped states of one position, as configured."""
-        target = self.config.target
-        return self.draft.num_taps * self.model.hidden_size * FEATURE_BYTES[target.feature_dtype or target.dtype]
+        return self.draft.num_taps * self.model.hidden_size * self.config.target.state_bytes
 
     def shapes(self, num_cells: int, per_step: int, num_steps: int) -> Shapes:
         """The batches of the first steps, planned for a number of cells."""

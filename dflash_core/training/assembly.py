@@ -35,8 +35,6 @@ from dflash_core.training.schedule import RunPlan
 from dflash_core.training.target_loop import Ready, run_target
 
 log = logging.getLogger(__name__)
-# Bytes of one number of a captured state.
-FEATURE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def load_target(job: TrainingJob, device: str) -> FrozenTarget:
@@ -181,8 +179,7 @@ def wait_limit_s(job: TrainingJob) -> float:
 def _make_prefetcher(
     job: TrainingJob, plan: RunPlan, collator: Collator, num_targets: int, batches: Iterator[PlannedBatch], supervisor: Supervisor
 ) -> BatchPrefetcher:
-    feature_bytes = len(job.spec.target_layer_ids) * job.spec.hidden_size
-    feature_bytes *= FEATURE_BYTES[job.target.feature_dtype or job.target.dtype]
+    feature_bytes = len(job.spec.target_layer_ids) * job.spec.hidden_size * job.target.state_bytes
 
     def size_of(planned: PlannedBatch) -> int:
         lengths = plan.lengths_of(planned)
