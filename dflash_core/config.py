@@ -16,6 +16,8 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Order = Literal["diverse", "shuffle", "grouped", "sorted"]
 Strategy = Literal["padded", "packed"]
+LayerType = Literal["full_attention", "sliding_attention"]
+Loss = Literal["cross_entropy", "dpace", "kl", "total_variation"]
 RowField = Literal["messages", "prompt", "response", "text", "tools", "id", "source", "finish_reason"]
 Dispatch = Literal["round_robin", "least_loaded", "per_worker"]
 
@@ -116,6 +118,13 @@ class DraftConfig(Config):
     num_taps: PositiveInt = Field(5, description="Tapped target layers, evenly spaced; ignored with target_layer_ids")
     target_layer_ids: tuple[NonNegativeInt, ...] | None = Field(None, description="Tapped target layers, counted from 0")
     intermediate_size: PositiveInt | None = Field(None, description="Width of the draft's MLP")
+    sliding_window: PositiveInt | None = Field(None, description="Positions that a sliding layer sees, the query's included")
+    layer_types: tuple[LayerType, ...] | None = Field(
+        None, description="Kind of each layer; default: all full, or with sliding_window all sliding"
+    )
+    init_from: str | None = Field(
+        None, description="Folder of an exported or published drafter (z-lab format) whose weights training begins with"
+    )
 
 
 class TrainConfig(Config):
@@ -131,7 +140,13 @@ class TrainConfig(Config):
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW betas")
     clip_norm: PositiveFloat = Field(1.0, description="Gradient norm above which gradients are scaled down")
     num_anchors: PositiveInt = Field(512, description="Most anchors drawn per sequence")
+    loss: Loss = Field(
+        "cross_entropy",
+        description="On the labels with decaying slot weights, the same with D-PACE's weights, or the distance to the target's"
+        " own distribution with decaying slot weights",
+    )
     loss_gamma: PositiveFloat | None = Field(None, description="Decay of the slot weights; default by block size")
+    dpace_alpha: Fraction = Field(0.5, description="D-PACE: how far a slot's probability is lifted towards 1")
     checkpoint_every: PositiveInt = Field(100, description="Optimizer steps between checkpoints")
     keep_last: PositiveInt = Field(2, description="Newest checkpoints kept")
     keep_every: PositiveInt | None = Field(None, description="Checkpoints of steps divisible by this are kept for good, too")
@@ -142,6 +157,7 @@ class TrainConfig(Config):
         "float32", description="Number format of the draft's arithmetic; weights stay fp32"
     )
     max_skipped_in_a_row: PositiveInt = Field(5, description="Non-finite steps in a row that end the run")
+    self_checks: bool = Field(True, description="Look for leaks, wrong taps, heads and masks before the first step (seconds)")
 
 
 class TopologyConfig(Config):
@@ -188,6 +204,12 @@ class EvaluateConfig(Config):
     max_new_tokens: PositiveInt = Field(128, description="Most new tokens per prompt")
     check_lossless: bool = Field(True, description="Compare the output with plain greedy decoding")
     untrained_prompts: NonNegativeInt = Field(4, description="Prompts on which the untrained draft is measured; 0: not measured")
+    batch_prompts: PositiveInt = Field(8, description="Prompts decoded at once")
+    bootstrap_samples: PositiveInt = Field(1000, description="Resamplings of the prompts behind each confidence interval")
+    every_steps: PositiveInt | None = Field(
+        None, description="Steps between two measurements of the acceptance length while training; default: none"
+    )
+    prompts_while_training: PositiveInt = Field(8, description="Held-out prompts of these measurements")
 
 
 class AnalyzeConfig(Config):
