@@ -22,9 +22,10 @@ from torch.nn import functional
 
 from dflash_core.config import Loss
 
-# Labelled slots whose logits exist at once, by kind of device. On a CPU pieces that fit a cache are faster
-# (benchmarks/head_loss.py). A GPU needs so many that the product with the head, [piece, V] x [V, D], has a tile of 128 x 256
-# for each of its 100 to 150 processors at D = 4096; more only takes memory: with 152k rows, 0.6 GB for each fp32 copy.
+# Labelled slots whose logits exist at once, by kind of device. On a CPU their number hardly changes the time
+# (benchmarks/head_loss.py), so that they are few: 512 take 0.1 GB for each fp32 copy with 49k rows. A GPU needs so many that
+# the product with the head, [piece, V] x [V, D], has a tile of 128 x 256 for each of its 100 to 150 processors at D = 4096;
+# more only takes memory: with 152k rows 1024 take 0.6 GB for each fp32 copy.
 SLOTS_PER_PIECE = {"cpu": 512, "cuda": 1024}
 # Losses that compare the draft with the target's own distribution instead of with the labels.
 SOFT_LOSSES: tuple[Loss, ...] = ("kl", "total_variation")
