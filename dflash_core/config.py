@@ -147,6 +147,10 @@ class TrainConfig(Config):
     )
     loss_gamma: PositiveFloat | None = Field(None, description="Decay of the slot weights; default by block size")
     dpace_alpha: Fraction = Field(0.5, description="D-PACE: how far a slot's probability is lifted towards 1")
+    scale_features: bool = Field(
+        True,
+        description="Train with every channel of the target's states at the same size; exports take them as they are",
+    )
     checkpoint_every: PositiveInt = Field(100, description="Optimizer steps between checkpoints")
     keep_last: PositiveInt = Field(2, description="Newest checkpoints kept")
     keep_every: PositiveInt | None = Field(None, description="Checkpoints of steps divisible by this are kept for good, too")

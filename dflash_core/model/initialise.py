@@ -1,4 +1,8 @@
-"""Where a fresh draft's output begins: logits of the size that a distribution needs, whatever target it is made for."""
+"""Where a fresh draft begins, whatever target it is made for: logits of the size that a distribution needs, and a context in
+which every channel of the target's states counts alike.
+
+Shapes: V vocabulary, D hidden, F features (taps x hidden).
+"""
 
 from __future__ import annotations
 
@@ -23,4 +27,15 @@ def calibrate_final_norm(draft: DFlashDraft, head_VD: Tensor) -> DFlashDraft:
     rms = float(row_norms_V.double().square().mean().sqrt())
     if math.isfinite(rms) and rms > 0:
         draft.norm.weight.fill_(1.0 / rms)
+    return draft
+
+
+@torch.no_grad()
+def calibrate_context(draft: DFlashDraft, scale_F: Tensor) -> DFlashDraft:
+    """Divide the columns of a fresh draft's `fc` by the size of their channels; returns the draft.
+
+    The channels of a target's states differ by orders of magnitude, and later taps are larger than earlier ones. With equal
+    columns the largest few would be all that is left of the context behind `hidden_norm`.
+    """
+    draft.fc.weight.div_(scale_F.to(draft.fc.weight))
     return draft

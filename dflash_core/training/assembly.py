@@ -17,7 +17,7 @@ from dflash_core.metrics.sinks import FanOut, JsonlSink, MetricsSink, RunLog
 from dflash_core.metrics.wandb_sink import WandbSink
 from dflash_core.model.anchors import default_gamma, slot_weights
 from dflash_core.model.draft import DFlashDraft
-from dflash_core.model.initialise import calibrate_final_norm
+from dflash_core.model.initialise import calibrate_context, calibrate_final_norm
 from dflash_core.model.loss import SOFT_LOSSES
 from dflash_core.model.target import FrozenTarget
 from dflash_core.pipeline import BatchPrefetcher, PrefetchSettings, ReorderBuffer, Supervisor
@@ -28,6 +28,7 @@ from dflash_core.training.checkpoint_writer import CheckpointWriter
 from dflash_core.training.collate import Collator, batch_bytes
 from dflash_core.training.devices import CellDevices
 from dflash_core.training.distributed import CellGroup
+from dflash_core.training.feature_scale import measure_feature_scale
 from dflash_core.training.job import TrainingJob
 from dflash_core.training.loop import DraftTrainer
 from dflash_core.training.monitor import Monitor
@@ -52,8 +53,11 @@ def load_target(job: TrainingJob, device: str) -> FrozenTarget:
 def make_trainer(job: TrainingJob, group: CellGroup, device: str, target: FrozenTarget, num_steps: int) -> DraftTrainer:
     """A fresh draft with its optimizer on one device; embedding and head are the target's."""
     embedding, head = target.embedding_VH.to(device), target.head_VH.to(device)
-    draft = calibrate_final_norm(DFlashDraft(job.spec).initialise(job.train.seed), head).to(device)
-    return DraftTrainer(draft, embedding, head, job.train, num_steps, len(job.edges), group)
+    draft = calibrate_final_norm(DFlashDraft(job.spec).initialise(job.train.seed), head)
+    scale_F = measure_feature_scale(target, Dataset.open(job.dataset)) if job.train.scale_features else None
+    if scale_F is not None:
+        calibrate_context(draft, scale_F)
+    return DraftTrainer(draft.to(device), embedding, head, job.train, num_steps, len(job.edges), group, scale_F)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from dflash_core.pipeline import ByteBudget, GivenUp, ReorderBuffer, Supervisor
 from dflash_core.training.collate import DraftBatch
 from dflash_core.training.device_clock import Seconds, start_clock
 from dflash_core.training.distributed import CellGroup
+from dflash_core.training.feature_scale import divide_gradient, scaled_step
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.target_loop import Ready
 
@@ -98,6 +99,7 @@ class DraftTrainer:
         num_steps: length of the learning-rate schedule.
         num_buckets: for the step's bucket counts.
         group: the cells of the run.
+        feature_scale_F: size of the features' channels, which `fc` is then trained in; None trains it as it is.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class DraftTrainer:
         num_steps: int,
         num_buckets: int,
         group: CellGroup,
+        feature_scale_F: Tensor | None = None,
     ) -> None:
         self.draft, self.config, self.num_steps, self.group = draft, config, num_steps, group
         self.device = next(draft.parameters()).device
@@ -116,6 +119,7 @@ class DraftTrainer:
         self._embedding_VD, self._head_VD = embedding_VD.to(compute), head_VD.to(compute)
         self._compute, self._num_buckets = compute, num_buckets
         self._tap_width = len(draft.spec.target_layer_ids) * draft.spec.hidden_size
+        self._scale_F = None if feature_scale_F is None else feature_scale_F.to(self.device)
         self.parameters = list(draft.parameters())
         decayed = [p for p in self.parameters if p.ndim > 1]
         others = [p for p in self.parameters if p.ndim <= 1]
@@ -184,6 +188,8 @@ class DraftTrainer:
         for parameter in self.parameters:
             if parameter.grad is not None and weight > 0:
                 parameter.grad.div_(weight)
+        if self._scale_F is not None:
+            divide_gradient(self.draft.fc.weight, self._scale_F)
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
         lr = learning_rate(step, self.num_steps, self.config)
         finite = math.isfinite(norm) and math.isfinite(row["loss"])
@@ -191,7 +197,8 @@ class DraftTrainer:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, torch.tensor(norm, device=self.device))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            with scaled_step(self.draft.fc.weight, self._scale_F, lr * self.config.weight_decay):
+                self.optimizer.step()
             self.skipped_in_a_row = 0
         else:
             self.skipped_in_a_row += 1
