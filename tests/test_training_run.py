@@ -282,7 +282,7 @@ def test_a_stop_in_the_middle_of_a_step_leaves_the_step_for_the_resume(
 
 @pytest.mark.parametrize("stage", ["loader", "target", "drafter"])
 def test_the_error_names_stage_and_batch(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    run_dir = start(micro_experiment, f"fail-{stage}")
+    run_dir = start(micro_experiment, f"fail-{stage}", "train.scale_features=false")  # which would run the target before
 
     def explode(*_: Any, **__: Any) -> Any:
         raise RuntimeError("boom")
