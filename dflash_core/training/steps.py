@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_core.errors import DFlashError, StageError, TrainingError
 from dflash_core.training.assembly import Cell, writing_metrics
+from dflash_core.training.checkpoint import Score
 from dflash_core.training.loop import StepTotals, batch_rows, take_batches
 from dflash_core.training.retention import passed_over
 from dflash_core.training.schedule import StepOutline
@@ -86,7 +87,7 @@ def _checkpoint(cell: Cell, next_step: int, scores: list[float]) -> None:
             raise TrainingError(f"{cell.job.run.metrics}: the metrics were deleted while they were written")
         skipped = cell.trainer.skipped_in_a_row
         counters = {"identity": cell.job.identity, "plan": cell.trained, "skipped_in_a_row": skipped}
-        score = fmean(scores) if scores else None
+        score = Score(fmean(scores)) if scores else None
         with cell.supervisor.busy("snapshot"):
             cell.writer.save(next_step, cell.trainer.draft, cell.trainer.optimizer, counters, score)
     scores.clear()
