@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,37 +13,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.config import DraftConfig
-from dflash_core.data import Prompt
+from dflash_core.data import Prompt, load_tokenizer, read_prompts
 from dflash_core.evaluation import greedy_decode, speculative_decode
 from dflash_core.evaluation import walk as walk_module
 from dflash_core.evaluation import walk_items as items_module
 from dflash_core.evaluation.walk import WalkItem, accepted, known_slots, walk, walk_draft
 from dflash_core.evaluation.walk_items import prepare_walk
-from dflash_core.model.draft import DFlashDraft
+from dflash_core.model import draft as draft_module
+from dflash_core.model.draft import DFlashDraft, embed_blocks
+from dflash_core.model.loss import block_loss
 from dflash_core.model.spec import DraftSpec
-from dflash_core.model.target import FrozenTarget, read_target_shape
+from dflash_core.model.target import FrozenTarget
 from tests.conftest import TINY_TARGET
 
 B = 5
-LIMIT = 40
-TEXTS = [tuple(range(40 + i, 60 + 2 * i)) for i in range(5)]
+LIMIT = 24
 
 
 @pytest.fixture(scope="module")
 def target() -> FrozenTarget:
-    return FrozenTarget(TINY_TARGET, (1, 2, 4), "float32", "sdpa", "cpu")
+    """A target that says something: one with random weights soon repeats itself, and any draft learns that."""
+    return FrozenTarget(TINY_TARGET, (1, 4), "float32", "sdpa", "cpu")
 
 
-def draft_for(target: FrozenTarget, seed: int = 0) -> DFlashDraft:
-    spec = DraftSpec.build(DraftConfig(num_layers=1, block_size=B, target_layer_ids=(1, 2, 4)), target.shape, 261)
-    return DFlashDraft(spec).initialise(seed)
+def draft_for(target: FrozenTarget) -> DFlashDraft:
+    spec = DraftSpec.build(DraftConfig(num_layers=1, block_size=B, target_layer_ids=target.layer_ids), target.shape, 261)
+    return DFlashDraft(spec).initialise(0)
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
-    from dflash_core.data import load_tokenizer, read_prompts
-
-    return read_prompts(TINY_TARGET.parent / "demo" / "held_out.jsonl", load_tokenizer(TINY_TARGET), 4)
+    return read_prompts(TINY_TARGET.parent / "demo" / "held_out.jsonl", load_tokenizer(TINY_TARGET), 3)
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +51,11 @@ def items(target: FrozenTarget, prompts: list[Prompt]) -> list[WalkItem]:
     return prepare_walk(target, prompts, LIMIT, B)
 
 
-@pytest.fixture(scope="module")
-def draft(target: FrozenTarget, items: list[WalkItem]) -> DFlashDraft:
-    """Trained for a second on the answers themselves, so that rounds of every length occur."""
-    from dflash_core.model.draft import embed_blocks
-    from dflash_core.model.loss import block_loss
-
+def trained_on(target: FrozenTarget, items: Sequence[WalkItem], steps: int) -> DFlashDraft:
+    """Has learnt a part of the answers by heart, so that rounds of every length occur."""
     draft = draft_for(target)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
-    for _ in range(12):
+    for _ in range(steps):
         optimizer.zero_grad()
         for item in items:
             anchors, known = torch.arange(item.num_anchors), known_slots(item, B)
@@ -75,6 +71,11 @@ def draft(target: FrozenTarget, items: list[WalkItem]) -> DFlashDraft:
     return draft
 
 
+@pytest.fixture(scope="module")
+def draft(target: FrozenTarget, items: list[WalkItem]) -> DFlashDraft:
+    return trained_on(target, items, 10)
+
+
 def rounds_by_walk(draft: DFlashDraft, items: Sequence[WalkItem], target: FrozenTarget) -> list[int]:
     found = walk_draft(draft, items, target.embedding_VH, target.head_VH)
     assert found is not None
@@ -85,21 +86,21 @@ def test_it_equals_the_loop_round_for_round(
     target: FrozenTarget, draft: DFlashDraft, items: list[WalkItem], prompts: list[Prompt]
 ) -> None:
     by_loop = [speculative_decode(target, draft, prompt.input_ids, LIMIT) for prompt in prompts]
-    assert len({n for decoded in by_loop for n in decoded.accepted}) >= 4  # else this would show little
+    assert len({n for decoded in by_loop for n in decoded.accepted}) >= 3  # else this would show little
     for item, decoded in zip(items, by_loop, strict=True):
         found = walk_draft(draft, [item], target.embedding_VH, target.head_VH)
         assert found is not None and found.by_source["all"].rounds == list(decoded.accepted)
         assert found.by_source["all"].num_tokens == len(decoded.tokens)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize("limit", [1, 2, 7])
 def test_end_tokens_and_limits_are_counted_as_in_the_loop(
     target: FrozenTarget, draft: DFlashDraft, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     """Every token of the answers is made an end token in turn, so that ends fall on kept, rejected and last tokens."""
-    for prompt in prompts[:2]:
+    for prompt in prompts[:1]:
         answer = greedy_decode(target, prompt.input_ids, 12).tokens
-        for end in sorted(set(answer))[:8]:
+        for end in sorted(set(answer))[:3]:
             monkeypatch.setattr(target, "shape", replace(target.shape, eos_token_ids=(end,)))
             expected = speculative_decode(target, draft, prompt.input_ids, limit)
             (item,) = prepare_walk(target, [prompt], limit, B)
@@ -122,7 +123,7 @@ def patterns(draw: st.DrawFn) -> tuple[WalkItem, torch.Tensor]:
     return item, torch.tensor(hits)[: item.num_anchors] & known_slots(item, B)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(patterns())
 def test_the_walk_is_the_loop_for_any_pattern_of_hits(pattern: tuple[WalkItem, torch.Tensor]) -> None:
     """Against the loop itself, written plainly over token lists."""
@@ -156,58 +157,39 @@ def test_pieces_change_nothing(
     assert rounds_by_walk(draft, items, target) == expected
 
 
-def late(accepted_A: Sequence[int]) -> Any:
-    return walk(accepted_A[1:])
-
-
-def seeing_too_much(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Anchors that see the context up to and with themselves, or one position less."""
-
-    def groups(anchors_RA: torch.Tensor, *rest: Any) -> Any:
-        return real(anchors_RA - 1, *rest)
-
-    return groups
-
-
-@pytest.mark.parametrize("fault", ["late", "context", "limit"])
+@pytest.mark.parametrize("fault", ["begins one late", "stops too early"])
 def test_planted_faults_are_seen(
-    target: FrozenTarget,
-    draft: DFlashDraft,
-    items: list[WalkItem],
-    prompts: list[Prompt],
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
+    target: FrozenTarget, draft: DFlashDraft, items: list[WalkItem], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """What would make it another number than the loop's: the equality above would fail for each of these."""
-    from dflash_core.model import draft as draft_module
-
-    expected = [n for prompt in prompts for n in speculative_decode(target, draft, prompt.input_ids, LIMIT).accepted]
-    assert rounds_by_walk(draft, items, target) == expected
-    with monkeypatch.context() as patch:
-        if fault == "late":
-            patch.setattr(walk_module, "walk", late)
-        elif fault == "context":
-            patch.setattr(draft_module, "anchor_groups", seeing_too_much(draft_module.anchor_groups))
-        else:
-            items = [replace(item, limit=item.limit - 6) for item in items]
-        assert rounds_by_walk(draft, items, target) != expected
+    expected = rounds_by_walk(draft, items, target)
+    if fault == "begins one late":
+        monkeypatch.setattr(walk_module, "walk", lambda accepted_A: walk(accepted_A[1:]))
+    else:
+        items = [replace(item, limit=item.limit - 3) for item in items]
+    assert rounds_by_walk(draft, items, target) != expected
 
 
-def test_what_stands_at_and_behind_an_anchor_is_not_seen(target: FrozenTarget, draft: DFlashDraft, items: list[WalkItem]) -> None:
-    """Rubbish at and behind a position changes nothing for the anchors up to it, and something for those behind it."""
+@pytest.mark.parametrize("inclusive", [False, True])
+def test_what_stands_at_and_behind_an_anchor_is_not_seen(
+    target: FrozenTarget, draft: DFlashDraft, items: list[WalkItem], monkeypatch: pytest.MonkeyPatch, inclusive: bool
+) -> None:
+    """Rubbish from a position on reaches the anchors behind it alone; with an anchor that sees itself this test would fail."""
     item, place = items[0], 10
-    assert item.num_anchors > place + 1
+    finals: list[torch.Tensor] = []
+    monkeypatch.setattr(walk_module, "_argmax", lambda final, head: finals.append(final) or torch.zeros(len(final)))
+    if inclusive:
+        real = draft_module.anchor_groups
+        monkeypatch.setattr(draft_module, "anchor_groups", lambda anchors_RA, *rest: real(anchors_RA + 1, *rest))
 
     def spoilt(count: int) -> torch.Tensor:
         features = item.features(count).clone()
         features[len(item.prompt) + place :] = 9.0
         return features
 
-    whole, part = (
-        walk_module._hits(draft, it, target.embedding_VH, target.head_VH, None) for it in (item, replace(item, features=spoilt))
-    )
-    assert whole is not None and part is not None
-    assert torch.equal(whole[: place + 1], part[: place + 1]) and not torch.equal(whole[place + 1 :], part[place + 1 :])
+    walk_draft(draft, [item, replace(item, features=spoilt)], target.embedding_VH, target.head_VH)
+    same = [bool(torch.equal(a, b)) for a, b in zip(*(x.view(item.num_anchors, -1) for x in finals), strict=True)]
+    assert same == [anchor < place + (0 if inclusive else 1) for anchor in range(item.num_anchors)]
 
 
 def test_rows_and_figures_agree(target: FrozenTarget, draft: DFlashDraft, items: list[WalkItem]) -> None:
@@ -245,7 +227,7 @@ def test_it_ends_when_asked_to_and_leaves_the_draft_as_it_was(
     for mode in (True, False):
         draft.train(mode)
         answers = iter([False, True])
-        assert walk_draft(draft, items, target.embedding_VH, target.head_VH, lambda: next(answers)) is None
+        assert walk_draft(draft, items, target.embedding_VH, target.head_VH, answers.__next__) is None
         assert walk_draft(draft, items[:1], target.embedding_VH, target.head_VH) is not None
         assert draft.training is mode
     assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
@@ -261,7 +243,7 @@ def test_states_beyond_the_bytes_are_computed_again(
     real = target.features
     monkeypatch.setattr(target, "features", lambda tokens: asked.append(tokens.shape[1]) or real(tokens))
     contexts = [item.num_context for item in items]
-    one = contexts[0] * 3 * target.shape.hidden_size * 4
+    one = contexts[0] * 2 * target.shape.hidden_size * 4
     bounded = prepare_walk(target, prompts, LIMIT, B, max_feature_bytes=one)
     assert asked == contexts[:1]
     assert rounds_by_walk(draft, bounded, target) == rounds_by_walk(draft, items, target)
@@ -275,10 +257,12 @@ def test_answers_are_decoded_once_and_a_damaged_file_is_made_anew(
 
     def decode(target: FrozenTarget, prompts: Sequence[Any], limit: int) -> Any:
         calls.append(limit)
-        return items_module.decode_one_by_one(target, prompts, limit)
+        return [tuple(range(7, 7 + limit)) for _ in prompts]
 
     def answers(some: list[Prompt] = prompts[:2], limit: int = 6, block: int = B, weights: str = "w") -> list[Any]:
-        made = prepare_walk(target, some, limit, block, cache=tmp_path / "cache", weights=weights, decode=decode)
+        made = prepare_walk(
+            target, some, limit, block, cache=tmp_path / "cache", weights=weights, decode=decode, max_feature_bytes=0
+        )
         return [item.answer for item in made]
 
     first = answers()
@@ -311,7 +295,3 @@ def test_a_draft_that_gives_no_numbers_is_accepted_never(target: FrozenTarget, i
         draft.norm.weight.fill_(torch.nan)
     found = walk_draft(draft, items[:1], target.embedding_VH, target.head_VH)
     assert found is not None and found.acceptance_length == 1.0
-
-
-def test_shapes_of_the_tiny_target_are_those_of_this_test() -> None:
-    assert read_target_shape(TINY_TARGET).num_layers > 4

@@ -34,7 +34,7 @@ from dflash_core.errors import CheckpointError, DataError, SchemaError
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
 from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, draft_config, load_draft, weight_pieces
-from dflash_core.provenance import digest_file, digest_json, read_json, sync_to_disk
+from dflash_core.provenance import digest_file, digest_json, read_json, sync_to_disk, write_atomically
 from dflash_core.training.hashed_file import HashedFile
 from dflash_core.training.retention import WRITING, Retention, by_step, checkpoint_folder, hide, remove, step_of, sweep
 
@@ -169,6 +169,15 @@ class CheckpointStore:
             remove(folder)
         return kept
 
+    def best(self) -> tuple[int, Score] | None:
+        """The step of the whole checkpoint with the highest measured score, and the score; None where none was measured."""
+        scores = {step: self._score(step) for step in map(step_of, by_step(self.root))}
+        for step in best_first(scores):
+            score = scores[step]
+            if score is not None and score.is_measured and self._is_good(step):
+                return step, score
+        return None
+
     def _is_good(self, step: int) -> bool:
         """Whether a checkpoint is whole. Those of an earlier process are read for it, once."""
         if step not in self._good:
@@ -275,6 +284,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     return dict(state)
 
 
+def set_score(folder: Path, score: Score) -> None:
+    """Give a whole checkpoint a score afterwards; `state.json` is replaced at once and as a whole."""
+    state = {key: value for key, value in read_state(folder).items() if key != "digest"}
+    write_atomically(folder / STATE_FILE, _state_text({**state, **_score_fields(score)}))
+
+
 def check_checkpoint(folder: Path) -> dict[str, Any]:
     """The content of `state.json`, after comparing all digests: reads every file once.
 
@@ -317,6 +332,12 @@ def comparable_scores(scores: dict[int, Score | None]) -> dict[int, float]:
     return {step: score.value for step, score in found.items() if score.kind == kinds[-1]}
 
 
+def best_first(scores: dict[int, Score | None]) -> list[int]:
+    """The steps of those scores that can be compared, the best one first and the older of two equals before the newer."""
+    values = comparable_scores(scores)
+    return sorted(values, key=lambda step: (-values[step], step))
+
+
 def best_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
     """The undamaged checkpoint with the highest score and its state; the older of two equals. None where none has a score.
 
@@ -333,8 +354,7 @@ def best_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
             raise
         except CheckpointError as error:
             log.warning("checkpoint passed over: %s", error)
-    comparable = comparable_scores(scores)
-    for step in sorted(comparable, key=lambda step: (-comparable[step], step)):
+    for step in best_first(scores):
         try:
             return checkpoint_folder(root, step), check_checkpoint(checkpoint_folder(root, step))
         except CheckpointError as error:

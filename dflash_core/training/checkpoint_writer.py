@@ -90,6 +90,10 @@ class CheckpointWriter:
             self._supervisor.wait_for(self._changed, lambda: self._done, float("inf"), "the last checkpoint")
         self._supervisor.check()
 
+    def best(self) -> tuple[int, Score] | None:
+        """See `CheckpointStore.best`; to be asked after `finish`."""
+        return self._store.best()
+
     def _next(self) -> Snapshot | None:
         with self._changed:
             due = lambda: self._waiting is not None or self._ended  # noqa: E731
