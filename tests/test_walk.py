@@ -43,7 +43,7 @@ def draft_for(target: FrozenTarget) -> DFlashDraft:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
-    return read_prompts(TINY_TARGET.parent / "demo" / "held_out.jsonl", load_tokenizer(TINY_TARGET), 3)
+    return read_prompts(TINY_TARGET.parent / "demo" / "held_out.jsonl", load_tokenizer(TINY_TARGET), 2)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def trained_on(target: FrozenTarget, items: Sequence[WalkItem], steps: int) -> D
 
 @pytest.fixture(scope="module")
 def draft(target: FrozenTarget, items: list[WalkItem]) -> DFlashDraft:
-    return trained_on(target, items, 10)
+    return trained_on(target, items, 12)
 
 
 def rounds_by_walk(draft: DFlashDraft, items: Sequence[WalkItem], target: FrozenTarget) -> list[int]:
@@ -93,7 +93,7 @@ def test_it_equals_the_loop_round_for_round(
         assert found.by_source["all"].num_tokens == len(decoded.tokens)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 7])
+@pytest.mark.parametrize("limit", [1, 7])
 def test_end_tokens_and_limits_are_counted_as_in_the_loop(
     target: FrozenTarget, draft: DFlashDraft, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
@@ -123,7 +123,7 @@ def patterns(draw: st.DrawFn) -> tuple[WalkItem, torch.Tensor]:
     return item, torch.tensor(hits)[: item.num_anchors] & known_slots(item, B)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(patterns())
 def test_the_walk_is_the_loop_for_any_pattern_of_hits(pattern: tuple[WalkItem, torch.Tensor]) -> None:
     """Against the loop itself, written plainly over token lists."""
@@ -237,17 +237,26 @@ def test_it_ends_when_asked_to_and_leaves_the_draft_as_it_was(
 
 
 def test_states_beyond_the_bytes_are_computed_again(
-    target: FrozenTarget, draft: DFlashDraft, items: list[WalkItem], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    target: FrozenTarget, items: list[WalkItem], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     real = target.features
     monkeypatch.setattr(target, "features", lambda tokens: asked.append(tokens.shape[1]) or real(tokens))
-    contexts = [item.num_context for item in items]
-    one = contexts[0] * 2 * target.shape.hidden_size * 4
-    bounded = prepare_walk(target, prompts, LIMIT, B, max_feature_bytes=one)
+    contexts, one = [item.num_context for item in items], items[0].num_context * len(target.layer_ids) * 192 * 4
+    known = {item.prompt: item.answer for item in items}
+
+    def bounded(max_feature_bytes: int) -> list[WalkItem]:
+        asked.clear()
+        answers = lambda _, prompts, limit: [known[prompt] for prompt in prompts]  # noqa: E731
+        return prepare_walk(target, prompts, LIMIT, B, max_feature_bytes=max_feature_bytes, decode=answers)
+
+    bounded(one - 1)
+    assert contexts[0] not in asked
+    made = bounded(one)
     assert asked == contexts[:1]
-    assert rounds_by_walk(draft, bounded, target) == rounds_by_walk(draft, items, target)
-    assert asked == contexts
+    for item, expected in zip(made, items, strict=True):
+        assert torch.equal(item.features(item.num_context), expected.features(item.num_context))
+    assert asked == contexts  # the first one was kept
 
 
 def test_answers_are_decoded_once_and_a_damaged_file_is_made_anew(
