@@ -30,6 +30,7 @@ from dflash_core.experiment_data import (
 from dflash_core.experiment_evaluation import evaluate_run
 from dflash_core.experiment_export import export_run
 from dflash_core.experiment_file import ExperimentConfig, load_experiment
+from dflash_core.experiment_validation import check_validation, how_to_validate
 from dflash_core.provenance import digest_json, digest_weights, write_atomically
 from dflash_core.training.run_folder import RunFolder, identity_differences, now
 
@@ -186,10 +187,13 @@ def train_run(config: ExperimentConfig, run_dir: Path) -> dict[str, Any]:
 
     A run that is complete is left as it is; with more steps configured it goes on.
     """
+    from dflash_core.training.assembly import CellParts
     from dflash_core.training.cell import is_complete, run_cell
 
     job = training_job(config, Path(run_dir))
-    return job.run.read_manifest() if is_complete(job) else run_cell(job)
+    if is_complete(job):
+        return job.run.read_manifest()
+    return run_cell(job, CellParts(validation=how_to_validate(config)))
 
 
 def check(config: ExperimentConfig, num_gpus: int | None = None) -> dict[str, Any]:
@@ -211,6 +215,7 @@ def check(config: ExperimentConfig, num_gpus: int | None = None) -> dict[str, An
         if num_gpus is not None and topology.device == "auto":
             topology = topology.model_copy(update={"device": "cuda" if num_gpus else "cpu"})
         cells = [cell_devices(topology, cell, num_gpus) for cell in range(topology.cells)]
+        check_validation(run)
         placed[name] = [{"draft": cell.draft, "targets": list(cell.targets)} for cell in cells]
     result: dict[str, Any] = {"experiment": config.name, "runs": placed}
     if num_gpus is not None:

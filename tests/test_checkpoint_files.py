@@ -19,6 +19,7 @@ from dflash_core.model.weights import load_draft, save_draft, weight_pieces
 from dflash_core.provenance import digest_file
 from dflash_core.training.checkpoint import (
     CheckpointStore,
+    Score,
     Snapshot,
     check_checkpoint,
     newest_checkpoint,
@@ -40,8 +41,9 @@ def trained(steps: int = 1, seed: int = 0) -> tuple[Any, torch.optim.AdamW]:
     return draft, optimizer
 
 
-def snapshot_of(step: int, score: float | None = None) -> Snapshot:
+def snapshot_of(step: int, score: Score | float | None = None) -> Snapshot:
     draft, optimizer = trained()
+    score = Score(score) if isinstance(score, float) else score
     return take_snapshot(step, draft, optimizer, {"identity": {"of": "this test"}, "skipped_in_a_row": 0}, score)
 
 
@@ -56,7 +58,7 @@ def names(root: Path) -> list[str]:
 
 def test_what_is_written_is_what_is_restored(tmp_path: Path) -> None:
     draft, optimizer = trained(3)
-    written = CheckpointStore(tmp_path, Retention(1)).write(take_snapshot(7, draft, optimizer, {"a": 1}, 1.5))
+    written = CheckpointStore(tmp_path, Retention(1)).write(take_snapshot(7, draft, optimizer, {"a": 1}, Score(1.5)))
     assert names(written.folder) == ["config.json", "model.safetensors", "optimizer.pt", "state.json"]
     assert written.num_bytes == sum(path.stat().st_size for path in written.folder.iterdir())
     assert written.kept == [7] and written.write_s > 0

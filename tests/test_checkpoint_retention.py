@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.config import TrainConfig
-from dflash_core.training.checkpoint import CheckpointStore, check_checkpoint
+from dflash_core.training.checkpoint import CheckpointStore, Score, best_checkpoint, check_checkpoint
 from dflash_core.training.retention import Retention
 from tests.test_checkpoint_files import flip_in, names, snapshot_of
 
@@ -55,7 +56,7 @@ def test_it_comes_from_the_configuration() -> None:
     assert Retention.from_config(config) == Retention(3, 100, True)
 
 
-def write_scored(root: Path, retention: Retention, scores: dict[int, float | None]) -> list[int]:
+def write_scored(root: Path, retention: Retention, scores: Mapping[int, Score | float | None]) -> list[int]:
     store = CheckpointStore(root, retention)
     return [store.write(snapshot_of(step, score)) for step, score in scores.items()][-1].kept
 
@@ -116,3 +117,34 @@ def test_a_later_checkpoint_that_was_passed_over_does_not_push_out_new_ones(tmp_
     # The older ones are not worth reading: what is kept by its step alone is never looked at.
     flip_in("optimizer.pt")(tmp_path / "step-000500")
     assert write_scored(tmp_path, Retention(1, keep_every=500), {600: None}) == [500, 600]
+
+
+def measured(value: float, on: str = "some prompts") -> Score:
+    return Score(value, f"acceptance_length on {on}")
+
+
+def test_only_scores_of_one_kind_are_compared(tmp_path: Path) -> None:
+    """An estimate, or a figure of other prompts, says nothing about a measured one, however high it is."""
+    keep = Retention(1, keep_best=True)
+    assert write_scored(tmp_path / "a", keep, {5: 9.0, 10: measured(2.0), 15: measured(1.5)}) == [10, 15]
+    assert write_scored(tmp_path / "b", keep, {5: measured(2.0), 10: measured(1.5), 15: 9.0}) == [5, 15]
+    others = {5: measured(3.0, "other prompts"), 10: measured(1.5), 15: measured(1.2)}
+    assert write_scored(tmp_path / "c", keep, others) == [10, 15]
+
+
+def test_the_best_checkpoint_is_whole_measured_and_the_older_of_equals(tmp_path: Path) -> None:
+    def best(root: Path) -> tuple[str, float] | None:
+        found = best_checkpoint(root)
+        return found and (found[0].name, found[1]["score"])
+
+    assert best(tmp_path) is None
+    write_scored(tmp_path, Retention(9), {4: None, 5: math.nan})
+    assert best(tmp_path) is None
+    write_scored(tmp_path, Retention(9), {10: 9.0, 15: 1.0})
+    assert best(tmp_path) == ("step-000010", 9.0)
+    write_scored(tmp_path, Retention(9), {20: measured(2.0), 25: measured(2.0), 30: measured(3.0), 35: 8.0})
+    assert best(tmp_path) == ("step-000030", 3.0)
+    flip_in("model.safetensors")(tmp_path / "step-000030")
+    assert best(tmp_path) == ("step-000020", 2.0)
+    (tmp_path / "step-000020" / "state.json").write_text("{")
+    assert best(tmp_path) == ("step-000025", 2.0)

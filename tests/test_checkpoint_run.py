@@ -98,20 +98,19 @@ def test_events_tell_when_a_checkpoint_begins_and_what_it_became(micro_experimen
     }
 
 
-def test_the_best_checkpoint_stays_and_skipped_steps_have_no_part_in_it(
+def test_where_nothing_was_measured_the_score_is_the_mean_estimate_without_skipped_steps(
     micro_experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = {0: 9.0, 1: 2.0, 2: 3.0, 3: 3.0, 4: 1.0, 5: 1.0, 6: 1.0, 7: 1.0}
     real = loop_module.DraftTrainer.end
 
     def end(self: Any, step: int, *rest: Any) -> Any:
-        # Step 0 is told as skipped: with it, the first checkpoint would be the best.
         return {**real(self, step, *rest), "expected_acceptance_length": lengths[step], "skipped": step in (0, 6, 7)}
 
     monkeypatch.setattr(loop_module.DraftTrainer, "end", end)
-    more = ("train.keep_last=1", "train.keep_best=true", "train.checkpoint_every=2", "train.max_steps=8")
-    run_dir = train(micro_experiment, "best", *more)
-    assert scores(run_dir) == {4: 3.0, 8: None}
+    run_dir = train(micro_experiment, "scored", KEEP_ALL, "train.checkpoint_every=2", "train.max_steps=8")
+    assert scores(run_dir) == {2: 2.0, 4: 3.0, 6: 1.0, 8: None}
+    assert RunFolder(run_dir).read_manifest()["best"] is None  # estimates make no best
 
 
 def test_what_was_passed_over_is_told_and_trained_again(micro_experiment: Path) -> None:

@@ -16,7 +16,7 @@ SUMMED_FIELDS = ("num_tokens", "num_anchors", "step_s", "data_wait_s", "target_w
 
 
 class ConsoleSink(OptionalSink):
-    """Logs a line for the first step, the last one, and every `every_s` seconds between them.
+    """Logs a line for the first step, the last one, and every `every_s` seconds between them, and one for each validation.
 
     Rates and shares are those of the steps since the line before. "mostly" names where their time went: `data` (the targets
     waited for batches), `target` (the drafter waited for target states) or `draft` (forward and backward).
@@ -35,6 +35,8 @@ class ConsoleSink(OptionalSink):
 
     def log(self, stream: str, row: Mapping[str, Any]) -> None:
         check_stream(stream)
+        if stream == "events" and row.get("kind") == "validation":
+            logger.info("%s", _validation_line(row))
         if stream != "steps":
             return
         with self._lock:
@@ -81,6 +83,13 @@ class ConsoleSink(OptionalSink):
         spent = {"data": sums["data_wait_s"], "target": sums["target_wait_s"], "draft": sums["forward_s"] + sums["backward_s"]}
         name = max(spent, key=lambda key: spent[key])
         return f"mostly {name} ({min(1.0, spent[name] / seconds):.0%})" if spent[name] > 0 else ""
+
+
+def _validation_line(row: Mapping[str, Any]) -> str:
+    parts = [f"after {row.get('step', 0):,} steps"]
+    for label, field in (("measured on held-out prompts", "acceptance_length"), ("estimated", "expected_acceptance_length")):
+        parts.append(f"{label} " + ("no figure" if row.get(field) is None else f"{row[field]:.2f}"))
+    return f"acceptance length (+1 incl.) {parts[0]}: {', '.join(parts[1:])} | {row.get('validation_s', 0.0):.1f} s"
 
 
 def duration(seconds: float) -> str:

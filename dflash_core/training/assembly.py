@@ -35,7 +35,9 @@ from dflash_core.training.monitor import Monitor
 from dflash_core.training.retention import Retention, checkpoint_folder
 from dflash_core.training.run_folder import identity_differences
 from dflash_core.training.schedule import RunPlan
+from dflash_core.training.stop_request import StopRequest
 from dflash_core.training.target_loop import Ready, run_target
+from dflash_core.training.validation import HowToValidate, Validator, prepare_validator
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class CellParts:
 
     load_target: Callable[[TrainingJob, str], FrozenTarget] = load_target
     make_trainer: Callable[[TrainingJob, CellGroup, str, FrozenTarget, int], DraftTrainer] = make_trainer
+    validation: HowToValidate | None = None
 
 
 @dataclass
@@ -84,11 +87,19 @@ class Cell:
     writer: CheckpointWriter | None
     sink: RunLog
     first_step: int
+    how_to_validate: HowToValidate | None = None
+    validator: Validator | None = None  # the first cell's
     log_s: float = field(default=0.0, init=False)
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Write a row of `events`."""
         log_event(self.sink, self.group.rank, kind, step, **fields)
+
+    def log_rows(self, stream: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Write rows of a step, or raise StageError."""
+        with writing_metrics(step):
+            for row in rows:
+                self.sink.log(stream, row)
 
 
 def log_event(sink: RunLog, cell: int, kind: str, step: int, **fields: Any) -> None:
@@ -117,14 +128,17 @@ class Groundwork:
     first_step: int
     fingerprint: str
     trained: str
+    how_to_validate: HowToValidate | None
+    validator: Validator | None
 
 
-def prepare_cell(job: TrainingJob, group: CellGroup, devices: CellDevices, parts: CellParts) -> Groundwork:
+def prepare_cell(job: TrainingJob, group: CellGroup, devices: CellDevices, parts: CellParts, stop: StopRequest) -> Groundwork:
     """Plan the run, load targets and draft, and the newest checkpoint; agree with the other cells on what is trained.
 
     Raises:
         CheckpointError: the newest checkpoint is of another run than the configured one.
         TrainingError: the cells of the run would not train the same.
+        StoppedWhileBuilding: see `prepare_validator`.
     """
     dataset = Dataset.open(job.dataset)
     plan = RunPlan(dataset.lengths, job.edges, job.bucketing, job.train, group.size)
@@ -138,7 +152,8 @@ def prepare_cell(job: TrainingJob, group: CellGroup, devices: CellDevices, parts
     first_step = _resume(job, trainer, trained)
     planned = {"plan": fingerprint, "num_steps": plan.num_steps, "newest checkpoint": first_step}
     group.check_agreement({**job.identity, **planned}, devices.draft)
-    return Groundwork(dataset, plan, targets, trainer, first_step, fingerprint, trained)
+    validator = prepare_validator(parts.validation, job, group, devices.draft, first_target, stop)
+    return Groundwork(dataset, plan, targets, trainer, first_step, fingerprint, trained, parts.validation, validator)
 
 
 def build_cell(
@@ -171,7 +186,10 @@ def build_cell(
         on_event = partial(log_event, sink, group.rank)
         parts_of_it = (made.targets[device], number, queue, ready, supervisor, on_event)
         supervisor.start(f"target {number}", run_target, *parts_of_it, done=queue.is_drained)
-    return Cell(job, group, supervisor, plan, made.trained, trainer, prefetcher, ready, monitor, writer, sink, first_step)
+    validation = (made.how_to_validate, made.validator)
+    return Cell(
+        job, group, supervisor, plan, made.trained, trainer, prefetcher, ready, monitor, writer, sink, first_step, *validation
+    )
 
 
 def _make_writer(job: TrainingJob, first_step: int, on_event: Callable[..., None], supervisor: Supervisor) -> CheckpointWriter:

@@ -30,10 +30,11 @@ from dflash_core.errors import (
 from dflash_core.pipeline import Stopped, Supervisor, watchdog
 from dflash_core.pipeline.threads import start_thread
 from dflash_core.training.assembly import Cell, CellParts, build_cell, prepare_cell
-from dflash_core.training.checkpoint import newest_checkpoint
+from dflash_core.training.checkpoint import MEASURED, newest_checkpoint
 from dflash_core.training.devices import CellDevices, cell_devices
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.job import TrainingJob
+from dflash_core.training.retention import checkpoint_folder
 from dflash_core.training.run_folder import now
 from dflash_core.training.schedule import RunPlan
 from dflash_core.training.steps import ANOTHER_CELL, train_steps
@@ -90,7 +91,7 @@ def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopReq
             try:
                 # Alone, a cell need not build to the end once it is asked to stop; several agree at the end of a step.
                 with stop.raising() if group.size == 1 else nullcontext():
-                    blueprint = prepare_cell(job, group, devices, parts)
+                    blueprint = prepare_cell(job, group, devices, parts, stop)
                 cell = build_cell(job, group, devices, supervisor, attempt, blueprint)
                 with watchdog(supervisor, job.prefetch.stall_timeout_s, partial(_give_up, job, group)):
                     try:
@@ -108,7 +109,7 @@ def _run(job: TrainingJob, group: CellGroup, devices: CellDevices, stop: StopReq
             raise supervisor.failure
     except StoppedWhileBuilding:
         job.run.update_manifest(state="stopped", finished=now())
-        when = f"stopped by {stop.signal_name} before the first step of this attempt"
+        when = f"stopped by {stop.signal_name or ANOTHER_CELL} before the first step of this attempt"
         raise StoppedBySignal(f"{when}; run again to resume") from None
     except BaseException as error:
         _record_failure(job, group, error)
@@ -145,6 +146,7 @@ def _end(job: TrainingJob, cell: Cell, stop: StopRequest, next_step: int) -> dic
             state="completed" if done else "stopped",
             num_steps=next_step,
             checkpoint=str(cell.writer.last_written.relative_to(job.run.path)),
+            best=_best(cell),
             finished=now(),
         )
     if not done:
@@ -152,6 +154,17 @@ def _end(job: TrainingJob, cell: Cell, stop: StopRequest, next_step: int) -> dic
             f"stopped by {stop.signal_name or ANOTHER_CELL} after step {next_step} of {cell.plan.num_steps}; run again to resume"
         )
     return job.run.read_manifest()
+
+
+def _best(cell: Cell) -> dict[str, Any] | None:
+    """The best of the checkpoints that were measured, for the manifest; None where none was."""
+    found = cell.writer.best() if cell.writer is not None else None
+    if found is None:
+        return None
+    step, score = found
+    folder = checkpoint_folder(cell.job.run.checkpoints, step)
+    name = str(folder.relative_to(cell.job.run.path))
+    return {"checkpoint": name, "step": step, MEASURED: score.value, "score_kind": score.kind}
 
 
 def _close(cell: Cell, failed: bool) -> None:

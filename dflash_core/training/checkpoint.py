@@ -10,14 +10,17 @@ generator of their own, made from seed and epoch; the draft has no dropout; the 
 Nothing reads the global generators of `random`, numpy or torch (`tests/test_checkpoint_run.py` scrambles them). The data
 position is the number of the next step; nothing that was prefetched counts.
 
-The score of a checkpoint is the mean `expected_acceptance_length` of the steps since the one before, without those that were
-skipped: a rate over the last interval, as noisy as that, for `train.keep_best`.
+The score of a checkpoint says how good its draft is, the higher the better; scores of one kind can be compared. It is the
+acceptance length measured at that step (`dflash_core.training.validation`), and the kind then names prompts and settings.
+Where nothing was measured it is the mean `expected_acceptance_length` of the steps since the checkpoint before, without those
+that were skipped: a rate over the last interval, as noisy as that.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,13 +34,34 @@ from dflash_core.errors import CheckpointError, DataError, SchemaError
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
 from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, draft_config, load_draft, weight_pieces
-from dflash_core.provenance import digest_file, digest_json, read_json, sync_to_disk
+from dflash_core.provenance import digest_file, digest_json, read_json, sync_to_disk, write_atomically
 from dflash_core.training.hashed_file import HashedFile
 from dflash_core.training.retention import WRITING, Retention, by_step, checkpoint_folder, hide, remove, step_of, sweep
 
 log = logging.getLogger(__name__)
 STATE_FILE, OPTIMIZER_FILE = "state.json", "optimizer.pt"
 SCHEMA_VERSION = 2
+EXPECTED, MEASURED = "expected_acceptance_length", "acceptance_length"  # how the kinds of scores begin
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good a draft is, and what was looked at; scores of different kinds say nothing about each other."""
+
+    value: float
+    kind: str = EXPECTED
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Score | None:
+        """The score in a checkpoint's `state.json`; None where there is none, or where it is no finite number."""
+        value = state["score"]
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        return cls(float(value), str(state.get("score_kind") or EXPECTED))
+
+    @property
+    def is_measured(self) -> bool:
+        return self.kind.startswith(MEASURED)
 
 
 @dataclass(frozen=True)
@@ -49,7 +73,7 @@ class Snapshot:
     tensors: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     counters: dict[str, Any]
-    score: float | None = None
+    score: Score | None = None
 
 
 def _copied(value: Any, room: Any) -> Any:
@@ -71,7 +95,7 @@ def take_snapshot(
     draft: DFlashDraft,
     optimizer: torch.optim.Optimizer,
     counters: dict[str, Any],
-    score: float | None = None,
+    score: Score | None = None,
     room: Snapshot | None = None,
 ) -> Snapshot:
     """Copy the state. On a GPU this waits for the step's kernels, so it is taken right after a step.
@@ -100,7 +124,7 @@ class CheckpointStore:
     def __init__(self, root: Path, retention: Retention) -> None:
         self.root, self.retention = root, retention
         self._good: dict[int, bool] = {}
-        self._scores: dict[int, float | None] = {}
+        self._scores: dict[int, Score | None] = {}
 
     def write(self, snapshot: Snapshot) -> Written:
         """Write one checkpoint and drop the others that are not kept.
@@ -135,13 +159,24 @@ class CheckpointStore:
         Such a folder is a damaged one that was passed over; it must not push out what was just written.
         """
         steps = [step for folder in by_step(self.root) if (step := step_of(folder)) <= newest]
-        kept, surplus = self.retention.surplus(steps, self._is_good, self._score)
+        scores = {step: self._score(step) for step in steps} if self.retention.keep_best else {}
+        comparable = comparable_scores(scores)
+        kept, surplus = self.retention.surplus(steps, self._is_good, comparable.get)
         hidden = [hide(checkpoint_folder(self.root, step)) for step in surplus]
         if hidden:
             sync_to_disk(self.root)
         for folder in hidden:
             remove(folder)
         return kept
+
+    def best(self) -> tuple[int, Score] | None:
+        """The step of the whole checkpoint with the highest measured score, and the score; None where none was measured."""
+        scores = {step: self._score(step) for step in map(step_of, by_step(self.root))}
+        for step in best_first(scores):
+            score = scores[step]
+            if score is not None and score.is_measured and self._is_good(step):
+                return step, score
+        return None
 
     def _is_good(self, step: int) -> bool:
         """Whether a checkpoint is whole. Those of an earlier process are read for it, once."""
@@ -154,10 +189,10 @@ class CheckpointStore:
                 self._good[step] = False
         return self._good[step]
 
-    def _score(self, step: int) -> float | None:
+    def _score(self, step: int) -> Score | None:
         if step not in self._scores:
             try:
-                self._scores[step] = read_state(checkpoint_folder(self.root, step))["score"]
+                self._scores[step] = Score.from_state(read_state(checkpoint_folder(self.root, step)))
             except CheckpointError:
                 self._scores[step] = None
         return self._scores[step]
@@ -189,14 +224,21 @@ def _write_files(folder: Path, snapshot: Snapshot) -> int:
     state: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "next_step": snapshot.next_step,
-        "score": snapshot.score,
+        **_score_fields(snapshot.score),
         "counters": snapshot.counters,
         "digests": {name: file.digest for name, file in written.items()},
     }
-    state["digest"] = digest_json(state)
-    put(STATE_FILE, [_text(state)])
+    put(STATE_FILE, [_state_text(state)])
     sync_to_disk(folder)
     return sum(file.num_bytes for file in written.values())
+
+
+def _score_fields(score: Score | None) -> dict[str, Any]:
+    return {"score": score and score.value, "score_kind": score and score.kind}
+
+
+def _state_text(state: dict[str, Any]) -> bytes:
+    return _text({**state, "digest": digest_json(state)})
 
 
 def _text(value: Any) -> bytes:
@@ -242,6 +284,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     return dict(state)
 
 
+def set_score(folder: Path, score: Score) -> None:
+    """Give a whole checkpoint a score afterwards; `state.json` is replaced at once and as a whole."""
+    state = {key: value for key, value in read_state(folder).items() if key != "digest"}
+    write_atomically(folder / STATE_FILE, _state_text({**state, **_score_fields(score)}))
+
+
 def check_checkpoint(folder: Path) -> dict[str, Any]:
     """The content of `state.json`, after comparing all digests: reads every file once.
 
@@ -269,6 +317,46 @@ def newest_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
             return folder, check_checkpoint(folder)
         except SchemaError:
             raise
+        except CheckpointError as error:
+            log.warning("checkpoint passed over: %s", error)
+    return None
+
+
+def comparable_scores(scores: dict[int, Score | None]) -> dict[int, float]:
+    """The values, by step, of those scores that can be compared with the newest measured one.
+
+    Without a measured one they are those of the newest kind: figures of the training itself.
+    """
+    found = {step: score for step, score in sorted(scores.items()) if score is not None}
+    kinds = [score.kind for score in found.values() if score.is_measured] or [score.kind for score in found.values()]
+    return {step: score.value for step, score in found.items() if score.kind == kinds[-1]}
+
+
+def best_first(scores: dict[int, Score | None]) -> list[int]:
+    """The steps of those scores that can be compared, the best one first and the older of two equals before the newer."""
+    values = comparable_scores(scores)
+    return sorted(values, key=lambda step: (-values[step], step))
+
+
+def best_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The undamaged checkpoint with the highest score and its state; the older of two equals. None where none has a score.
+
+    Measured scores count before estimates (`comparable_scores`); the state's `score_kind` says which it is.
+
+    Raises:
+        SchemaError: a checkpoint of another version of this program.
+    """
+    scores: dict[int, Score | None] = {}
+    for folder in by_step(root):
+        try:
+            scores[step_of(folder)] = Score.from_state(read_state(folder))
+        except SchemaError:
+            raise
+        except CheckpointError as error:
+            log.warning("checkpoint passed over: %s", error)
+    for step in best_first(scores):
+        try:
+            return checkpoint_folder(root, step), check_checkpoint(checkpoint_folder(root, step))
         except CheckpointError as error:
             log.warning("checkpoint passed over: %s", error)
     return None

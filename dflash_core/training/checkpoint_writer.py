@@ -21,7 +21,7 @@ import torch
 from dflash_core.errors import StageError
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.pipeline import Stopped, Supervisor
-from dflash_core.training.checkpoint import CheckpointStore, Snapshot, take_snapshot
+from dflash_core.training.checkpoint import CheckpointStore, Score, Snapshot, take_snapshot
 from dflash_core.training.retention import Retention, sweep
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class CheckpointWriter:
         draft: DFlashDraft,
         optimizer: torch.optim.Optimizer,
         counters: dict[str, Any],
-        score: float | None = None,
+        score: Score | None = None,
     ) -> None:
         """Copy the state and hand it to the thread. Called by the train loop only.
 
@@ -89,6 +89,10 @@ class CheckpointWriter:
             self._changed.notify_all()
             self._supervisor.wait_for(self._changed, lambda: self._done, float("inf"), "the last checkpoint")
         self._supervisor.check()
+
+    def best(self) -> tuple[int, Score] | None:
+        """See `CheckpointStore.best`; to be asked after `finish`."""
+        return self._store.best()
 
     def _next(self) -> Snapshot | None:
         with self._changed:

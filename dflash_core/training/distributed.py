@@ -22,6 +22,10 @@ from torch.distributed.rendezvous import rendezvous
 from dflash_core.errors import CellLostError, TrainingError
 from dflash_core.provenance import digest_json
 
+# How much longer than the watchdog's limit a wait for the other cells may last: a cell that hangs is to be named by its own
+# watchdog, not by those that wait for it.
+JOIN_PATIENCE = 1.5
+
 
 class CellGroup:
     """This cell among all cells. With one cell nothing is sent."""
@@ -109,6 +113,14 @@ class CellGroup:
         """Go on when every cell has come here."""
         if self.size > 1:
             self._all_reduce(torch.zeros(1, device=device))
+
+    def any(self, answer: bool, device: str) -> bool:
+        """Whether some cell says yes; all cells come here together."""
+        if self.size == 1:
+            return answer
+        answers = torch.full((1,), float(answer), device=device)
+        self._all_reduce(answers, op=distributed.ReduceOp.MAX)
+        return bool(answers.item())
 
     def close(self) -> None:
         if self.size > 1 and distributed.is_initialized():

@@ -9,10 +9,13 @@ from typing import Any
 
 from dflash_core.errors import DFlashError, StageError, TrainingError
 from dflash_core.training.assembly import Cell, writing_metrics
+from dflash_core.training.checkpoint import Score
+from dflash_core.training.distributed import JOIN_PATIENCE
 from dflash_core.training.loop import StepTotals, batch_rows, take_batches
 from dflash_core.training.retention import passed_over
 from dflash_core.training.schedule import StepOutline
 from dflash_core.training.stop_request import StopRequest
+from dflash_core.training.validation import make_up, validate
 
 
 def train_steps(cell: Cell, stop: StopRequest) -> int:
@@ -22,6 +25,8 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
     if first_step or damaged:
         cell.event("resume", first_step, passed_over=damaged)
     next_step, last_saved = first_step, first_step or None
+    measured: tuple[int, Score | None] = (first_step, None)  # the newest measurement, and of which step it is
+    make_up(cell, stop)
     scores: list[float] = []  # of the steps since the last checkpoint
 
     def abandon() -> bool:
@@ -44,23 +49,23 @@ def train_steps(cell: Cell, stop: StopRequest) -> int:
             next_step = outline.step + 1
             if not row["skipped"]:
                 scores.append(row["expected_acceptance_length"])
+            is_last = next_step == cell.plan.num_steps
+            if _is_validated(cell, next_step) and (is_last or not stopping):  # else the resume makes up for it
+                measured = next_step, validate(cell, next_step, stop if cell.group.size == 1 and not is_last else None)
             if next_step % job.train.checkpoint_every == 0:
-                _checkpoint(cell, next_step, scores)
+                _checkpoint(cell, next_step, scores, measured)
                 last_saved = next_step
         if stopping:
             cell.event("signal", next_step, name=stop.signal_name or ANOTHER_CELL)
             break
     if next_step != last_saved:
-        _checkpoint(cell, next_step, scores)
+        _checkpoint(cell, next_step, scores, measured)
     if cell.writer is not None:
         cell.writer.finish()
     cell.monitor.finish()
     return next_step
 
 
-# How much longer than the watchdog's limit the end of a step may last: it waits for the other cells, and a cell that hangs
-# is to be named by its own watchdog.
-JOIN_PATIENCE = 1.5
 # What stopped a cell that got no signal itself; the cells stop together.
 ANOTHER_CELL = "a signal to another cell"
 
@@ -77,8 +82,13 @@ def _end_step(cell: Cell, step: int, totals: StepTotals, stop: bool) -> dict[str
             raise StageError(stage, None, error) from error
 
 
-def _checkpoint(cell: Cell, next_step: int, scores: list[float]) -> None:
-    """Save the state, with the mean of the scores, which begin anew."""
+def _is_validated(cell: Cell, next_step: int) -> bool:
+    how = cell.how_to_validate
+    return how is not None and how.is_due(cell.job.train, next_step, cell.plan.num_steps)
+
+
+def _checkpoint(cell: Cell, next_step: int, scores: list[float], measured: tuple[int, Score | None]) -> None:
+    """Save the state, with what was measured at this step, or else the mean of the steps' estimates, which begin anew."""
     if cell.writer is not None:
         if not (cell.job.run.path / "manifest.json").exists():  # a checkpoint would make a folder that only looks like a run
             raise TrainingError(f"{cell.job.run.path}: the run was deleted while it was trained")
@@ -86,7 +96,9 @@ def _checkpoint(cell: Cell, next_step: int, scores: list[float]) -> None:
             raise TrainingError(f"{cell.job.run.metrics}: the metrics were deleted while they were written")
         skipped = cell.trainer.skipped_in_a_row
         counters = {"identity": cell.job.identity, "plan": cell.trained, "skipped_in_a_row": skipped}
-        score = fmean(scores) if scores else None
+        score = measured[1] if measured[0] == next_step else None
+        if score is None and scores:
+            score = Score(fmean(scores))
         with cell.supervisor.busy("snapshot"):
             cell.writer.save(next_step, cell.trainer.draft, cell.trainer.optimizer, counters, score)
     scores.clear()
