@@ -69,7 +69,7 @@ class Oracle:
         done, answer = length - len(self.prompts[row]), self.answers[row]
         assert answer[done] == anchor, "the anchor is the last token of the row's own text"
         rest = [*answer[done + 1 : done + B], *[0] * B][: B - 1]
-        right = (3 * length + 7 * row) % B
+        right = (length * length + row) % B
         return [token if k < right else (token + 1) % 250 for k, token in enumerate(rest)]
 
 
@@ -101,7 +101,7 @@ def test_rows_that_accept_different_numbers_of_tokens(
     use_oracle(monkeypatch, Oracle(target, draft, prompts, answers))
     drafted = [speculative_decode(target, draft, prompt, LIMIT) for prompt in prompts]
     assert [d.tokens for d in drafted] == [p.tokens for p in plain]
-    assert len({len(d.accepted) for d in drafted}) > 1 and {n for d in drafted for n in d.accepted} == set(range(B))
+    assert len({d.accepted for d in drafted}) >= 3 and len({n for d in drafted for n in d.accepted}) >= 3
     for batch_prompts in (2, 8):
         assert greedy_decode_many(target, prompts, LIMIT, batch_prompts) == plain
         assert speculative_decode_many(target, draft, prompts, LIMIT, batch_prompts) == drafted
@@ -200,4 +200,4 @@ def test_progress_and_the_clocks_phases(target: FrozenTarget, draft: DFlashDraft
     clock, seen = PhaseClock(target.device), []
     speculative_decode_many(target, draft, random_prompts(0), 3, 4, lambda *done: seen.append(done), clock)
     assert seen == [(4, 5), (5, 5)]
-    assert set(clock.seconds) == {"prefill", "draft", "verify"} and all(s > 0 for s in clock.seconds.values())
+    assert set(clock.seconds) == {"prefill", "draft", "verify", "rounds"} and all(s > 0 for s in clock.seconds.values())

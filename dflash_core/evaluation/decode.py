@@ -67,11 +67,12 @@ def greedy_decode(target: FrozenTarget, prompt: Tokens, max_new_tokens: int, clo
         logits, _ = target.step(torch.tensor([prompt]), cache)
         tokens = [int(logits[0, -1].argmax())]
     forwards = 0
-    while len(tokens) < max_new_tokens and tokens[-1] not in target.shape.eos_token_ids:
-        with phase(clock, "verify"):
-            logits, _ = target.step(torch.tensor([tokens[-1:]]), cache)
-            tokens.append(int(logits[0, -1].argmax()))
-        forwards += 1
+    with phase(clock, "rounds"):
+        while len(tokens) < max_new_tokens and tokens[-1] not in target.shape.eos_token_ids:
+            with phase(clock, "verify"):
+                logits, _ = target.step(torch.tensor([tokens[-1:]]), cache)
+                tokens.append(int(logits[0, -1].argmax()))
+            forwards += 1
     return Decoded(tuple(tokens), (), forwards)
 
 
@@ -117,24 +118,25 @@ def speculative_decode(
         context.append(features)
         tokens = [int(logits[0, -1].argmax())]
     accepted: list[int] = []
-    while len(tokens) < max_new_tokens and tokens[-1] not in eos:
-        with phase(clock, "draft"):
-            proposals = context.propose(tokens[-1], embedding, head)
-        with phase(clock, "verify"):
-            block = torch.cat([torch.tensor([tokens[-1]], device=proposals.device), proposals])
-            logits, features = target.step(block.unsqueeze(0), cache)
-            own = logits[0].argmax(-1)
-            # The proposals up to the first that differs from the target's own choice.
-            num_kept = int((proposals == own[:-1]).cumprod(0).sum())
-        emitted = [*proposals[:num_kept].tolist(), int(own[num_kept])]
-        ended = next((i for i, token in enumerate(emitted) if token in eos), None)
-        if ended is not None:
-            emitted = emitted[: ended + 1]
-        accepted.append(len(emitted) - 1)
-        tokens += emitted
-        cache.crop(num_kept + 1 - len(block))  # a negative number removes that many positions from the end
-        with phase(clock, "draft"):
-            context.append(features[:, : num_kept + 1])
+    with phase(clock, "rounds"):
+        while len(tokens) < max_new_tokens and tokens[-1] not in eos:
+            with phase(clock, "draft"):
+                proposals = context.propose(tokens[-1], embedding, head)
+            with phase(clock, "verify"):
+                block = torch.cat([torch.tensor([tokens[-1]], device=proposals.device), proposals])
+                logits, features = target.step(block.unsqueeze(0), cache)
+                own = logits[0].argmax(-1)
+                # The proposals up to the first that differs from the target's own choice.
+                num_kept = int((proposals == own[:-1]).cumprod(0).sum())
+            emitted = [*proposals[:num_kept].tolist(), int(own[num_kept])]
+            ended = next((i for i, token in enumerate(emitted) if token in eos), None)
+            if ended is not None:
+                emitted = emitted[: ended + 1]
+            accepted.append(len(emitted) - 1)
+            tokens += emitted
+            cache.crop(num_kept + 1 - len(block))  # a negative number removes that many positions from the end
+            with phase(clock, "draft"):
+                context.append(features[:, : num_kept + 1])
     return Decoded(_cut(tokens, eos, max_new_tokens), tuple(accepted), len(accepted))
 
 
@@ -205,13 +207,14 @@ class _Group:
 
 def _greedy_group(target: FrozenTarget, prompts: Sequence[Tokens], limit: int, clock: PhaseClock | None) -> list[Decoded]:
     group, _ = _Group.begin(target, prompts, limit, 1, clock)
-    while group.leave(group.cache):
-        with phase(clock, "verify"):
-            logits, _ = target.step_rows(group.anchors(), group.cache)
-            own = logits[:, 0].argmax(-1).tolist()
-        group.cache.buffers.grow([1] * len(own))
-        for row, token in zip(group.active, own, strict=True):
-            row.take([token], ())
+    with phase(clock, "rounds"):
+        while group.leave(group.cache):
+            with phase(clock, "verify"):
+                logits, _ = target.step_rows(group.anchors(), group.cache)
+                own = logits[:, 0].argmax(-1).tolist()
+            group.cache.buffers.grow([1] * len(own))
+            for row, token in zip(group.active, own, strict=True):
+                row.take([token], ())
     return group.decoded(drafted=False)
 
 
@@ -224,21 +227,22 @@ def _speculative_group(
     context = DraftRows(draft, len(prompts), group.cache.buffers.capacity, target.device)
     with phase(clock, "prefill"):
         context.append(features_RQF, group.cache.buffers.lengths)
-    while group.leave(group.cache, context):
-        with phase(clock, "draft"):
-            anchors_R1 = group.anchors()
-            proposals_RK = context.propose(anchors_R1, embedding, head)
-        with phase(clock, "verify"):
-            logits, features_RQF = target.step_rows(torch.cat([anchors_R1, proposals_RK], dim=1), group.cache)
-            own_RK = logits.argmax(-1)
-            num_kept_R = (proposals_RK == own_RK[:, :-1]).cumprod(1).sum(1)
-            # What is kept of the proposals is what the target chose itself; its token at the first mismatch follows.
-            own, counts = own_RK.tolist(), (num_kept_R + 1).tolist()
-        group.cache.buffers.grow(counts)
-        with phase(clock, "draft"):
-            context.append(features_RQF, counts)
-        for row, tokens, count in zip(group.active, own, counts, strict=True):
-            row.take(tokens[:count], eos)
+    with phase(clock, "rounds"):
+        while group.leave(group.cache, context):
+            with phase(clock, "draft"):
+                anchors_R1 = group.anchors()
+                proposals_RK = context.propose(anchors_R1, embedding, head)
+            with phase(clock, "verify"):
+                logits, features_RQF = target.step_rows(torch.cat([anchors_R1, proposals_RK], dim=1), group.cache)
+                own_RK = logits.argmax(-1)
+                num_kept_R = (proposals_RK == own_RK[:, :-1]).cumprod(1).sum(1)
+                # What is kept of the proposals is what the target chose itself; its token at the first mismatch follows.
+                own, counts = own_RK.tolist(), (num_kept_R + 1).tolist()
+            group.cache.buffers.grow(counts)
+            with phase(clock, "draft"):
+                context.append(features_RQF, counts)
+            for row, tokens, count in zip(group.active, own, counts, strict=True):
+                row.take(tokens[:count], eos)
     return group.decoded(drafted=True)
 
 

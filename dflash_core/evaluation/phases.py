@@ -1,7 +1,8 @@
 """Where the time of decoding goes: seconds by phase.
 
 `prefill` is the prompt's forward pass, `draft` what the draft does (context and proposals), `verify` the target's pass over a
-round's tokens, which for plain decoding is its only phase. What is left of the whole is bookkeeping.
+round's tokens, which for plain decoding is its only one. `rounds` is the whole of all rounds behind the prompt: what draft and
+verify leave of it is bookkeeping.
 """
 
 from __future__ import annotations
