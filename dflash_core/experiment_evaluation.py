@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,12 +217,12 @@ def _measure(config: ExperimentConfig, folder: Path, progress: Progress | None, 
     )
     limit, batch = settings.max_new_tokens, settings.batch_prompts
     baseline = Baseline(target, limit, batch) if settings.check_lossless else None
-    sizes = {"batch_prompts": batch, "bootstrap_samples": settings.bootstrap_samples}
-    trained = evaluate_draft(target, draft.to(device), prompts, limit, baseline, progress, **sizes)
+    measure = partial(evaluate_draft, batch_prompts=batch, bootstrap_samples=settings.bootstrap_samples)
+    trained = measure(target, draft.to(device), prompts, limit, baseline, progress)
     untrained = None
     if some := prompts[: settings.untrained_prompts]:
         fresh = _untrained_draft(spec, config.train.seed, target.head_VH).to(device)
-        untrained = evaluate_draft(target, fresh, some, limit, baseline, **sizes)
+        untrained = measure(target, fresh, some, limit, baseline)
     speed = measure_speed(target, draft, [prompt.input_ids for prompt in prompts], limit, batch)
     return Measured(trained, untrained, _result(trained, untrained, speed))
 

@@ -13,6 +13,7 @@ import pytest
 
 from dflash_core import experiment as root
 from dflash_core import experiment_evaluation
+from dflash_core.evaluation import speed
 from dflash_core.model.target import FrozenTarget
 from tests.conftest import write_corpus, write_micro_experiment
 from tests.test_cli import dflash, only_line
@@ -25,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, micro_target: Path) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DFLASH_HOME", str(folder / "workspace"))
         path = write_micro_experiment(folder, micro_target)
-        changes = ["train.max_steps=4", "train.checkpoint_every=2", "evaluate.max_new_tokens=8", "evaluate.max_prompts=3"]
+        changes = ["train.max_steps=4", "train.checkpoint_every=2", "evaluate.max_new_tokens=6", "evaluate.max_prompts=3"]
         config = root.load_experiment(path, changes)
         root.prepare(config)
         run_dir = root.create_run(config, "run", folder / "run")
@@ -46,11 +47,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from dflash_core import evaluation
 
     ran: list[int] = []
-    speed = {"single": None, "batched": None, "device": "cpu", "dtype": "float32", "threads": 1, "note": "not timed here"}
+    found = {"single": None, "batched": None, "device": "cpu", "dtype": "float32", "threads": 1, "note": "not timed here"}
 
     def untimed(*_: Any) -> dict[str, Any]:
         ran.append(1)
-        return dict(speed)
+        return dict(found)
 
     monkeypatch.setattr(evaluation, "measure_speed", untimed)
     return ran
@@ -61,6 +62,7 @@ def files(folder: Path) -> dict[str, int]:
 
 
 def test_a_runs_own_evaluation(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(speed, "NUM_TURNS", 1)
     code, out, err = dflash(monkeypatch, capsys, "evaluate", run_dir)
     result = json.loads(out)
     assert code == 0 and "acceptance length" in err and "lossless: all texts equal" in err and "█" in err
@@ -120,7 +122,7 @@ def test_a_draft_folder_on_an_experiments_target(
     code, out, _ = dflash(monkeypatch, capsys, "evaluate", run_dir, "--draft", draft)
     assert code == 0 and files(run_dir) == before
     by_folder = json.loads(out)
-    words = ("--set", "evaluate.max_new_tokens=8", "--set", "evaluate.max_prompts=3", "--out", tmp_path / "result")
+    words = ("--set", "evaluate.max_new_tokens=6", "--set", "evaluate.max_prompts=3", "--out", tmp_path / "result")
     code, out, _ = dflash(monkeypatch, capsys, "evaluate", trained[0], "--draft", draft, *words)
     assert code == 0 and json.loads(out) == by_folder and by_folder["step"] is None
     own = root.evaluate_run(run_dir)

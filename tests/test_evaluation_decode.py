@@ -27,7 +27,7 @@ B = 5
 LENGTHS = (9, 1, 22, 4, 9)
 
 
-LIMIT = 13
+LIMIT = 9
 
 
 def random_prompts(seed: int) -> list[tuple[int, ...]]:
@@ -95,7 +95,7 @@ def test_rows_that_accept_different_numbers_of_tokens(
     prompts = random_prompts(0)
     answers = [greedy_decode(target, prompt, LIMIT + B).tokens for prompt in prompts]
     if end == "eos":  # an early one for one row, a late one for another, none for most
-        eos = (answers[0][2], answers[4][8])
+        eos = (answers[0][2], answers[4][5])
         monkeypatch.setattr(target, "shape", dataclasses.replace(target.shape, eos_token_ids=eos))
     plain = [greedy_decode(target, prompt, LIMIT) for prompt in prompts]
     use_oracle(monkeypatch, Oracle(target, draft, prompts, answers))
@@ -122,15 +122,15 @@ def test_the_trained_tiny_target() -> None:
     spec = DraftSpec.build(DraftConfig(num_layers=1, block_size=4, target_layer_ids=(1, 2)), target.shape, 261)
     draft = DFlashDraft(spec).initialise(0).eval()
     tokenizer = AutoTokenizer.from_pretrained(TINY_TARGET)
-    texts = ("count to 5", "hi", "copy the word hello")
+    texts = ("count to 5", "copy the word hello")
     prompts = [
         tuple(tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"])
         for text in texts
     ]
-    plain = [greedy_decode(target, prompt, 9) for prompt in prompts]
-    assert greedy_decode_many(target, prompts, 9) == plain
-    drafted = speculative_decode_many(target, draft, prompts, 9)
-    assert drafted == [speculative_decode(target, draft, prompt, 9) for prompt in prompts]
+    plain = [greedy_decode(target, prompt, 6) for prompt in prompts]
+    assert greedy_decode_many(target, prompts, 6) == plain
+    drafted = speculative_decode_many(target, draft, prompts, 6)
+    assert drafted == [speculative_decode(target, draft, prompt, 6) for prompt in prompts]
     assert [d.tokens for d in drafted] == [p.tokens for p in plain]
 
 

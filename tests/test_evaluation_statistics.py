@@ -131,7 +131,8 @@ def _with_head(step: Any, head: torch.Tensor, target: FrozenTarget) -> Any:
 
 def test_speed_counts_what_ran(target: FrozenTarget, draft: DFlashDraft, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never absolute times: shares are shares, ratios fit their parts, and both forms ran in turns."""
-    monkeypatch.setattr(speed_module, "NUM_TOKENS", 5)
+    monkeypatch.setattr(speed_module, "NUM_TOKENS", 4)
+    monkeypatch.setattr(speed_module, "NUM_TURNS", 2)
     order: list[str] = []
     for name in ("greedy_decode_many", "speculative_decode_many"):
         real = getattr(speed_module, name)
@@ -139,7 +140,7 @@ def test_speed_counts_what_ran(target: FrozenTarget, draft: DFlashDraft, monkeyp
     found = measure_speed(target, draft, [PROMPT, PROMPT[:7], PROMPT[:5]], 9, 3)
     assert "".join(order) == "gs" * (2 + 2 * speed_module.NUM_TURNS)
     assert (found["single"]["num_prompts"], found["batched"]["num_prompts"]) == (2, 3)
-    assert (found["single"]["num_tokens"], found["batched"]["num_tokens"]) == (8, 12)
+    assert (found["single"]["num_tokens"], found["batched"]["num_tokens"]) == (6, 9)
     for part in (found["single"], found["batched"]):
         assert 0 < part["draft_share"] + part["verify_share"] <= 1
         assert part["speedup"] == pytest.approx(part["plain_s_per_token"] / part["speculative_s_per_token"])

@@ -75,7 +75,7 @@ class RowBuffers:
         self._layers = [held and KeyValue(held.key[index], held.value[index]) for held in self._layers]
 
 
-class TargetRows(Cache):
+class TargetRows(Cache):  # type: ignore[misc]  # transformers has no types
     """The target's keys and values of several rows, in the form that transformers' models write to.
 
     One forward pass: `positions, mask = rows.begin(Q)`, the model, then `rows.buffers.grow(counts)` with what is to stay.
