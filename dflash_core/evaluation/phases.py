@@ -8,7 +8,7 @@ verify leave of it is bookkeeping.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -19,7 +19,7 @@ class PhaseClock:
     """Adds up wall-clock seconds by phase. On a GPU each border of a phase waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._device = device
 
     def now(self) -> float:
