@@ -198,12 +198,36 @@ def train(
 
 
 @app.command()
-def evaluate(run_dir: Annotated[Path, typer.Argument(help="Run folder")]) -> None:
-    """Measure the acceptance length of a run's newest checkpoint on held-out prompts."""
-    from dflash_core import experiment as root
+def evaluate(
+    path: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder; with --draft an experiment file or a run folder")],
+    checkpoint: Annotated[str, typer.Option(help="newest, best, or a step")] = "newest",
+    draft: Annotated[Path | None, typer.Option(help="Draft folder (z-lab format) that is measured instead of a run's")] = None,
+    prompts: Annotated[str | None, typer.Option(help="File with prompts, for the experiment's data.held_out")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts decoded, for evaluate.max_prompts")] = None,
+    out: Annotated[Path | None, typer.Option(help="With --draft: folder for evaluation.json and evaluation.jsonl")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Measure acceptance length, losslessness and speed of a run's checkpoint, or of any draft folder, on held-out prompts."""
+    from dflash_core.evaluation import describe_evaluation
+    from dflash_core.experiment_evaluation import Chosen, evaluate_folder, evaluate_run
+    from dflash_core.experiment_file import load_experiment
 
     _log_to(logging.StreamHandler())
-    _show(root.evaluate_run(run_dir))
+    chosen = Chosen(checkpoint, prompts, max_prompts)
+    if draft is not None:
+        if checkpoint != "newest":
+            raise ConfigError("--checkpoint chooses among those of a run; with --draft the folder is what is measured")
+        config = load_experiment(path / "config.yaml" if path.is_dir() else path, overrides or [])
+        result = evaluate_folder(config, draft, chosen=chosen, out=out)
+    elif path.is_file():
+        raise ConfigError(f"{path}: a file, not a run folder; an experiment file needs --draft FOLDER beside it")
+    elif out is not None or overrides:
+        raise ConfigError("--out and --set go with --draft; a run is evaluated as its config.yaml says, into its own folder")
+    else:
+        result = evaluate_run(path, chosen=chosen)
+    _show(result)
+    sys.stdout.flush()
+    _draw(describe_evaluation(result))
 
 
 @app.command()

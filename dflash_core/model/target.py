@@ -300,3 +300,25 @@ class FrozenTarget:
         with self._recording(_Pass(features_BSF, False, None)):
             output = self.model(input_ids=input_ids_BS.to(self.device), cache=cache, use_cache=True)
         return output.logits, features_BSF
+
+    @torch.inference_mode()
+    def step_rows(self, input_ids_BS: Tensor, rows: Any, logits_at_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One forward pass over new tokens of rows of different lengths: logits and features [B, S, T * H].
+
+        Args:
+            rows: their cache (`evaluation.rows.TargetRows`), which says at which positions the tokens stand and what each
+                sees; None: the rows begin here, without a cache.
+            logits_at_BN: the new tokens of each row whose logits [B, N, V] are wanted; None: of all. The head is applied
+                to these alone, and without the factor that some models scale logits with, which no choice depends on.
+        """
+        features_BSF = self._empty(input_ids_BS)
+        given: dict[str, Any] = {"use_cache": False}
+        if rows is not None:
+            positions_BS, mask = rows.begin(input_ids_BS.shape[1])
+            given = {"use_cache": True, "cache": rows, "position_ids": positions_BS, "attention_mask": mask}
+        with self._recording(_Pass(features_BSF, False, None)):
+            states = self.model.get_decoder()(input_ids=input_ids_BS.to(self.device), **given).last_hidden_state
+        if logits_at_BN is not None:
+            states = states.take_along_dim(logits_at_BN.to(self.device).unsqueeze(-1), dim=1)
+        logits: Tensor = self.model.get_output_embeddings()(states)
+        return logits, features_BSF
