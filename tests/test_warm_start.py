@@ -17,15 +17,19 @@ from safetensors.torch import save_file
 from dflash_core import experiment as root
 from dflash_core.config import DraftConfig
 from dflash_core.errors import ConfigError, DataError
+from dflash_core.export import export_checkpoint
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
 from dflash_core.model.target import read_target_shape
 from dflash_core.model.warm_start import check_initial_draft, start_from
 from dflash_core.model.weights import load_draft, save_draft
+from dflash_core.training import assembly as assembly_module
+from dflash_core.training.assembly import CellParts
+from dflash_core.training.cell import run_cell
 from tests.test_cli import dflash, only_line
-from tests.test_export import change_config, change_tensors
+from tests.test_export import change_config, change_tensors, write_checkpoint
 from tests.test_model_draft import SPEC, make_draft
-from tests.test_training_run import assert_same_run, losses, start, train, train_until_it_breaks, weights
+from tests.test_training_run import assert_same_run, losses, start, train_until_it_breaks
 
 
 @pytest.fixture
@@ -132,7 +136,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "key heads": (lambda c: c.update(num_key_value_heads=4), "num_kv_heads is 4 there and 2 here"),
     "head width": (lambda c: c.update(head_dim=16), "head_dim is 16 there and 8 here"),
     "vocabulary": (lambda c: c.update(vocab_size=32), "vocab_size is 32 there and 31 here"),
-    "MLP": (lambda c: c.update(intermediate_size=48), r"intermediate_size is 48 there and 40 here \(set draft\.intermediate_size: 48"),
+    "MLP": (
+        lambda c: c.update(intermediate_size=48),
+        r"intermediate_size is 48 there and 40 here \(set draft\.inter",
+    ),
     "target": (lambda c: c.update(num_target_layers=8), "num_target_layers is 8 there and 6 here"),
     "taps": (
         lambda c: c["dflash_config"].update(target_layer_ids=[1, 2]),
@@ -148,7 +155,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "yarn": (lambda c: c.update(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rotary embeddings other than plain"),
     "biases": (lambda c: c.update(attention_bias=True), "attention_bias is True"),
     "causal": (lambda c: c.update(is_causal=True), "is_causal is True"),
-    "causal by default": (lambda c: c.update(is_causal=None, layer_types=["sliding_attention"] * 2, sliding_window=8), "is_causal is m"),
+    "causal by default": (
+        lambda c: c.update(is_causal=None, layer_types=["sliding_attention"] * 2, sliding_window=8),
+        "is_causal is m",
+    ),
     "block sizes": (lambda c: c.update(block_size=8), r"block_size is \[4, 8\]"),
     "no DFlash": (lambda c: c.pop("dflash_config"), "key 'dflash_config' is missing"),
     "speculators": (lambda c: c.update(speculators_model_type="dflash"), "a drafter in the speculators format"),
@@ -203,48 +213,60 @@ def test_what_weights_do_not_depend_on_may_differ(published: Path, caplog: pytes
 def test_a_run_begins_with_the_weights_and_is_resumed_without_them(
     micro_experiment: Path, micro_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first loss is that of the drafter itself; a broken run goes on exactly, though the folder is gone."""
+    """It is the run of a trainer that was given the drafter by hand; a broken one goes on exactly, though the folder is gone."""
     folder = micro_drafter(tmp_path / "drafter", micro_target)
-    setting = f"draft.init_from={folder}"
-    plain = train(micro_experiment, "plain", "train.seed=11", "train.max_steps=1")  # the same weights, drawn and not read
-    reference = train(micro_experiment, "warm", setting, "train.seed=11", "train.keep_last=9")
-    assert losses(reference)[0] != losses(train(micro_experiment, "cold", "train.max_steps=1"))[0]
-    assert plain.name != reference.name
-    frozen = train(micro_experiment, "frozen", setting, "train.lr=1e-30", "train.max_steps=2")
-    for name, tensor in load_draft(folder).state_dict().items():
-        assert torch.equal(weights(frozen)[name], tensor), name
-    broken = start(micro_experiment, "broken", setting, "train.seed=11", "train.keep_last=9")
+    by_hand = start(micro_experiment, "by-hand")
+
+    def make_trainer(*args: Any) -> Any:
+        trainer = assembly_module.make_trainer(*args)
+        trainer.draft.load_state_dict(load_draft(folder).state_dict())
+        return trainer
+
+    job = root.training_job(root.load_experiment(by_hand / "config.yaml"), by_hand)
+    run_cell(job, CellParts(make_trainer=make_trainer))
+    broken = start(micro_experiment, "broken", f"draft.init_from={folder}", "train.keep_last=9")
     train_until_it_breaks(broken, monkeypatch)
+    assert losses(broken)[0] == losses(by_hand)[0]
     shutil.rmtree(folder)
-    root.train_run(root.load_experiment(broken / "config.yaml"), broken)
-    assert_same_run(reference, broken)
     assert root.create_run(root.load_experiment(broken / "config.yaml"), "broken", broken) == broken
+    root.train_run(root.load_experiment(broken / "config.yaml"), broken)
+    assert_same_run(by_hand, broken)
+    shutil.rmtree(broken / "checkpoints")
+    with pytest.raises(ConfigError, match=r"draft\.init_from: .*no such folder"):
+        root.train_run(root.load_experiment(broken / "config.yaml"), broken)
 
 
 def test_a_folder_that_changed_is_another_run(
-    micro_experiment: Path, micro_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    micro_experiment: Path,
+    micro_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = micro_drafter(tmp_path / "drafter", micro_target)
-    more = ("--set", f"draft.init_from={folder}", "--set", "train.max_steps=2")
+    more = ("--set", f"draft.init_from={folder}", "--set", "train.max_steps=1")
     run_dir = tmp_path / "run"
     assert dflash(monkeypatch, capsys, "train", micro_experiment, "--run-dir", run_dir, *more)[0] == 0
     moved = shutil.copytree(folder, tmp_path / "moved")
-    same = ("--set", f"draft.init_from={moved}", "--set", "train.max_steps=3")
+    same = ("--set", f"draft.init_from={moved}", "--set", "train.max_steps=2")
     assert dflash(monkeypatch, capsys, "train", micro_experiment, "--run-dir", run_dir, *same)[0] == 0, "the weights are meant"
     change_tensors(folder, lambda tensors: tensors["norm.weight"].add_(0.5))
     code, _, err = dflash(monkeypatch, capsys, "train", micro_experiment, "--run-dir", run_dir, *more)
     assert code == 2 and "holds a run with another draft.init_from" in only_line(err)
     code, out, err = dflash(monkeypatch, capsys, "doctor", micro_experiment, *more)
     assert code == 0 and json.loads(out)["init_from"] == {"run": {"path": str(folder), "differs": []}}, err
-    for wrong, told in (("draft.num_layers=1", "num_layers is 2 there and 1 here"), (f"draft.init_from={tmp_path}", "draft.init_")):
+    for wrong, told in (
+        ("draft.num_layers=1", "num_layers is 2 there and 1 here"),
+        (f"draft.init_from={tmp_path}", "draft.init_"),
+    ):
         for command in ("doctor", "train"):
             code, _, err = dflash(monkeypatch, capsys, command, micro_experiment, *more, "--set", wrong)
             assert code == 2 and told in only_line(err)
 
 
-def test_a_checkpoint_and_an_export_are_such_folders(micro_experiment: Path) -> None:
-    run_dir = train(micro_experiment, "first", "train.max_steps=4")
-    root.export_run(run_dir)
-    for folder in (run_dir / "export", run_dir / "checkpoints" / "step-000004"):
-        second = train(micro_experiment, f"from-{folder.name}", f"draft.init_from={folder}", "train.lr=1e-30", "train.max_steps=1")
-        assert all(torch.equal(tensor, weights(run_dir)[name]) for name, tensor in weights(second).items())
+def test_a_checkpoint_and_an_export_are_such_folders(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "run", make_draft(5))
+    for folder in (checkpoint, export_checkpoint(checkpoint, tmp_path / "served")):
+        draft = make_draft(0)
+        start_from(draft, folder)
+        assert all(torch.equal(tensor, make_draft(5).state_dict()[name]) for name, tensor in draft.state_dict().items())

@@ -56,8 +56,7 @@ def card_text(facts: RunFacts, spec: DraftSpec, dtype: str, form: str) -> str:
         "A small network that drafts a block of tokens in one pass, from hidden states that the target model has computed"
         " anyway (DFlash, arXiv 2602.06036). The target checks the block in one forward pass of its own, so with greedy"
         " decoding the text is the target's. The drafter has no embedding and no head of its own and works with this"
-        " target alone."
-        + (" The file carries copies of the target's embedding and head." if form == "speculators" else ""),
+        " target alone." + (" The file carries copies of the target's embedding and head." if form == "speculators" else ""),
         _section("Drafter", _drafter(facts, spec, dtype, target)),
         _section("Measured", _measured(facts)),
         _section("Data and recipe", _recipe(facts, spec)),
