@@ -99,38 +99,11 @@ def test_copies_of_the_targets_rows_are_left_aside_with_a_word(published: Path, 
     assert "embed_tokens.weight and lm_head.weight not read" in caplog.text
 
 
-def _pop(*keys: str) -> Callable[[dict[str, Any]], None]:
-    def change(config: dict[str, Any]) -> None:
-        for key in keys:
-            place = config["dflash_config"] if key.startswith("inner ") else config
-            place.pop(key.removeprefix("inner "))
-
-    return change
-
-
-def _rope_of_transformers_5(config: dict[str, Any]) -> None:
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        _pop("block_size"),
-        _pop("inner block_size"),
-        _pop("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "is_causal", "dtype"),
-        _pop("rms_norm_eps", "num_target_layers", "attention_bias"),
-        _rope_of_transformers_5,
-        lambda config: config.update(sliding_window=4096),  # of no layer
-        lambda config: config.update(head_dim=8, target_hidden_size=24, draft_vocab_size=31),
-    ],
-)
-def test_published_configs_that_leave_out_defaults_are_understood(published: Path, change: Any) -> None:
-    change_config(published, change)
-    assert check_initial_draft(published, SPEC) == []
-
-
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "layers": (lambda c: c.update(num_hidden_layers=3, layer_types=None), r"num_layers is 3 there and 2 here \(set draft.num_la"),
+    "layers": (
+        lambda c: c.update(num_hidden_layers=3, layer_types=c["layer_types"][:1] * 3),
+        r"num_layers is 3 there and 2 here \(set draft.num_la",
+    ),
     "width": (lambda c: c.update(hidden_size=32), "hidden_size is 32 there and 24 here .it was made for another target"),
     "heads": (lambda c: c.update(num_attention_heads=8), "num_heads is 8 there and 4 here"),
     "key heads": (lambda c: c.update(num_key_value_heads=4), "num_kv_heads is 4 there and 2 here"),
@@ -152,18 +125,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "base": (lambda c: c.update(rope_theta=1e6), "rope_theta is 1000000.0 there and 10000.0 here"),
     "two": (lambda c: c.update(vocab_size=32, rope_theta=1e6), "vocab_size is 32 .* rope_theta differ, too"),
     "no base": (lambda c: c.pop("rope_theta"), "key 'rope_theta' is missing"),
-    "yarn": (lambda c: c.update(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rotary embeddings other than plain"),
-    "biases": (lambda c: c.update(attention_bias=True), "attention_bias is True"),
-    "causal": (lambda c: c.update(is_causal=True), "is_causal is True"),
-    "causal by default": (
-        lambda c: c.update(is_causal=None, layer_types=["sliding_attention"] * 2, sliding_window=8),
-        "is_causal is m",
-    ),
-    "block sizes": (lambda c: c.update(block_size=8), r"block_size is \[4, 8\]"),
     "no DFlash": (lambda c: c.pop("dflash_config"), "key 'dflash_config' is missing"),
-    "speculators": (lambda c: c.update(speculators_model_type="dflash"), "a drafter in the speculators format"),
-    "another width of states": (lambda c: c.update(target_hidden_size=48), "target_hidden_size is 48"),
-    "slot 0 predicts": (lambda c: c["dflash_config"].update(sample_from_anchor=True), "dflash_config.sample_from_anchor is True"),
 }
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
 from dflash_core.errors import DataError
-from dflash_core.model.published import CONFIG_FILE
-from dflash_core.model.weights import WEIGHTS_FILE
+from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE
 
 CARD_FILE = "README.md"
 # All that an export holds, in any format; a folder with anything else in it is somebody's.

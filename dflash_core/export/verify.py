@@ -26,9 +26,8 @@ from torch.nn import functional
 from dflash_core.errors import DataError
 from dflash_core.export.target_rows import TargetRows
 from dflash_core.model.draft import DFlashDraft
-from dflash_core.model.published import CONFIG_FILE, read_config
 from dflash_core.model.spec import DraftSpec
-from dflash_core.model.weights import WEIGHTS_FILE, expected_shapes, load_draft, read_spec
+from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, expected_shapes, load_draft, read_config, read_spec
 
 CONTEXT, ANCHORS, SEED = 48, (3, 20, 21, 47), 20_260
 BF16_TOLERANCE = 0.05

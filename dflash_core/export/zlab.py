@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.model.draft import DFlashDraft
-from dflash_core.model.published import CONFIG_FILE
-from dflash_core.model.weights import WEIGHTS_FILE, draft_config, weight_pieces
+from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, draft_config, weight_pieces
 
 
 def write_zlab(folder: Path, draft: DFlashDraft, dtype: torch.dtype) -> None:

@@ -51,7 +51,7 @@ def check_initial_draft(folder: Path, spec: DraftSpec) -> list[str]:
     if not folder.is_dir():
         raise ConfigError(f"{KEY}: {folder}: no such folder (a run that has a checkpoint is resumed without it, by --run-dir)")
     try:
-        theirs = read_spec(folder, spec.num_target_layers)
+        theirs = read_spec(folder)
         allowed = _compare(folder, asdict(theirs), asdict(spec))
         check_tensors(folder, theirs)
     except UserError as error:
@@ -61,6 +61,8 @@ def check_initial_draft(folder: Path, spec: DraftSpec) -> list[str]:
 
 
 def _compare(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    if not theirs["num_target_layers"]:  # some published files do not say
+        theirs = {**theirs, "num_target_layers": ours["num_target_layers"]}
     different = [name for name in ours if theirs[name] != ours[name]]
     if refused := [name for name in MUST_AGREE if name in different]:
         name, key = refused[0], MUST_AGREE[refused[0]]
@@ -85,7 +87,7 @@ def start_from(draft: DFlashDraft, folder: Path) -> None:
     for difference in check_initial_draft(folder, draft.spec):
         log.warning("%s: %s: %s; weights do not depend on it", KEY, folder, difference)
     try:
-        tensors = load_draft(folder, num_target_layers=draft.spec.num_target_layers).state_dict()
+        tensors = load_draft(folder).state_dict()
     except UserError as error:
         raise ConfigError(f"{KEY}: {error}") from None
     for name, tensor in tensors.items():

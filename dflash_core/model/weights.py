@@ -19,12 +19,11 @@ from torch import Tensor
 
 from dflash_core.errors import DataError
 from dflash_core.model.draft import DFlashDraft
-from dflash_core.model.published import CONFIG_FILE, complete_config, read_config
 from dflash_core.model.spec import DraftSpec
 from dflash_core.provenance import write_atomically, write_json
 
 log = logging.getLogger(__name__)
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # Copies of the target's frozen rows that some published files carry; a draft here always takes the target's own.
 TARGETS_TENSORS = frozenset({"embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight", "model.lm_head.weight"})
@@ -172,34 +171,36 @@ def _names(dtypes: dict[torch.dtype, str]) -> list[str]:
     return [str(dtype).removeprefix("torch.") for dtype in dtypes]
 
 
-def read_spec(folder: Path, num_target_layers: int | None = None) -> DraftSpec:
-    """The shape of the draft in `folder`, from its `config.json`.
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of `config.json`; raises DataError where there is no such file or it is no JSON object."""
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{folder}: not a readable draft ({error})") from None
+    if not isinstance(config, dict):
+        raise DataError(f"{path}: holds a {type(config).__name__}, not keys and values")
+    return config
 
-    Args:
-        num_target_layers: layers of the target, for published files that do not say.
+
+def read_spec(folder: Path) -> DraftSpec:
+    """The shape of the draft in `folder`, from its `config.json`.
 
     Raises:
         DataError, ConfigError: as `load_draft`.
     """
-    where, config = str(folder / CONFIG_FILE), read_config(folder)
-    if config.get("num_target_layers") is None and num_target_layers is not None:
-        config["num_target_layers"] = num_target_layers
-    return DraftSpec.from_hf_config(complete_config(config, where), where)
+    return DraftSpec.from_hf_config(read_config(folder), str(folder / CONFIG_FILE))
 
 
-def load_draft(folder: Path, num_target_layers: int | None = None) -> DFlashDraft:
-    """Read a draft into fp32, in evaluation mode; `num_target_layers` as for `read_spec`.
+def load_draft(folder: Path) -> DFlashDraft:
+    """Read a draft into fp32, in evaluation mode.
 
     Raises:
         DataError: a file is missing or damaged, or tensors are missing, left over or of another shape.
         ConfigError: `config.json` lacks a key, or describes another network than the one that is built here.
     """
-    spec = read_spec(folder, num_target_layers)
+    spec = read_spec(folder)
     tensors = read_draft_tensors(folder, spec)
     draft = DFlashDraft(spec)
-    try:
-        draft.load_state_dict({name: tensor.to(torch.float32) for name, tensor in tensors.items()})
-    except RuntimeError as error:
-        first_lines = " ".join(str(error).split())[:300]
-        raise DataError(f"{folder}: tensors do not fit the config: {first_lines}") from None
+    draft.load_state_dict({name: tensor.to(torch.float32) for name, tensor in tensors.items()})
     return draft.eval()
