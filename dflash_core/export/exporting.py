@@ -45,16 +45,23 @@ class Exporting:
 class ExportFormat:
     """A format: what writes a draft into an empty folder, and what makes a draft of the written files alone.
 
-    `read` gets the folder, the checkpoint, and the name that the folder will have; it raises DataError for a difference.
+    Both get the folder as it is called while it is written; `read` raises DataError for a difference from the checkpoint, with
+    the name that the folder will have.
     """
 
     write: Callable[[Path, DFlashDraft, Exporting], None]
-    read: Callable[[Path, Path, Path], DFlashDraft]
+    read: Callable[[Path, Exporting], DFlashDraft]
 
 
-FORMATS: dict[str, ExportFormat] = {
-    "zlab": ExportFormat(lambda folder, draft, what: write_zlab(folder, draft, what.dtype), verify_zlab),
-}
+def _write_zlab(folder: Path, draft: DFlashDraft, what: Exporting) -> None:
+    write_zlab(folder, draft, what.dtype)
+
+
+def _read_zlab(folder: Path, what: Exporting) -> DFlashDraft:
+    return verify_zlab(folder, what.checkpoint, what.folder)
+
+
+FORMATS: dict[str, ExportFormat] = {"zlab": ExportFormat(_write_zlab, _read_zlab)}
 
 
 def export_draft(what: Exporting, *, verify: bool = False) -> dict[str, Any]:
@@ -77,7 +84,7 @@ def export_draft(what: Exporting, *, verify: bool = False) -> dict[str, Any]:
     result: dict[str, Any] = {"path": str(what.folder), "format": what.format, "dtype": dtype, "step": facts.step}
     with export_folder(what.folder) as new:
         chosen.write(new, draft, what)
-        written = chosen.read(new, what.checkpoint, what.folder)
+        written = chosen.read(new, what)
         if written.spec != draft.spec:
             raise DataError(f"{what.folder}: the written config reads back as another draft")
         if verify:
