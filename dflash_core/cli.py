@@ -234,11 +234,22 @@ def evaluate(
 def export(
     run_dir: Annotated[Path, typer.Argument(help="Run folder")],
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: export/ in the run folder")] = None,
+    form: Annotated[str, typer.Option("--format", help="zlab: config.json and model.safetensors for vLLM and SGLang")] = "zlab",
+    checkpoint: Annotated[str, typer.Option(help="newest, or the number of a step")] = "newest",
+    dtype: Annotated[str, typer.Option(help="Number format of the written weights: float32 or bfloat16")] = "float32",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Also run what was written and the checkpoint on the same blocks, and show how near")
+    ] = False,
 ) -> None:
-    """Write a run's newest checkpoint in the z-lab / Hugging Face format."""
+    """Write a checkpoint of a run for serving engines, with a model card."""
     from dflash_core import experiment as root
 
-    typer.echo(str(root.export_run(run_dir, out)))
+    _log_to(logging.StreamHandler())
+    result = root.export_run(run_dir, out, form=form, checkpoint=checkpoint, dtype=dtype, verify=verify)
+    if verify:
+        _show(result)
+    else:
+        typer.echo(result["path"])
 
 
 @app.command()

@@ -8,7 +8,7 @@ fast.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +72,11 @@ SAFE_TO_CHANGE = {
 }
 
 
-def _identity(config: ExperimentConfig) -> dict[str, Any]:
-    """What a run is, as flat keys: everything that reaches its weights. A checkpoint must agree with all of it."""
+def _identity(config: ExperimentConfig, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a run is, as flat keys: everything that reaches its weights. A checkpoint must agree with all of it.
+
+    `saved` is what the run said before: a run that has begun does not need the drafter that it began with any more.
+    """
     from dflash_core.data import Dataset
 
     dataset = Dataset.open(dataset_folder(config))
@@ -86,7 +89,23 @@ def _identity(config: ExperimentConfig) -> dict[str, Any]:
     for section in ("target", "bucketing", "draft", "train"):
         values = getattr(config, section).model_dump(mode="json")
         identity.update({f"{section}.{key}": value for key, value in values.items() if key not in SAFE_TO_CHANGE})
+    if (initial := _initial_draft(config)) is not None:  # the weights are meant, wherever they lie
+        known = (saved or {}).get("draft.init_from")
+        identity["draft.init_from"] = known if known is not None and not initial.is_dir() else digest_weights(initial)
     return identity
+
+
+def _initial_draft(config: ExperimentConfig) -> Path | None:
+    """The folder of the drafter whose weights training begins with."""
+    return None if config.draft.init_from is None else Path(config.draft.init_from)
+
+
+def _check_initial_draft(config: ExperimentConfig) -> dict[str, Any]:
+    """What `check` says of the drafter that training begins with; raises ConfigError where it does not fit."""
+    from dflash_core.model.warm_start import check_initial_draft
+
+    initial = _initial_draft(config)
+    return {} if initial is None else {"path": str(initial), "differs": check_initial_draft(initial, draft_spec(config))}
 
 
 def create_run(config: ExperimentConfig, run_name: str, run_dir: Path | None = None) -> Path:
@@ -95,7 +114,10 @@ def create_run(config: ExperimentConfig, run_name: str, run_dir: Path | None = N
     The default folder is named by experiment, run, and a digest of config and data, so the same experiment on the same
     data finds its own run again, finished or not.
     """
-    identity = _identity(config)
+    before = RunFolder(run_dir).read_manifest().get("identity") if run_dir and (run_dir / "manifest.json").exists() else None
+    if before is None:
+        _check_initial_draft(config)
+    identity = _identity(config, before)
     length = {"max_steps": config.train.max_steps, "num_epochs": config.train.num_epochs}
     run_id = f"{config.name}-{run_name}-{digest_json([identity, length])[:8]}"
     folder = RunFolder(run_dir or workspace() / "runs" / run_id)
@@ -159,8 +181,10 @@ def training_job(config: ExperimentConfig, run_dir: Path) -> TrainingJob:
     """What `train_run` trains, resolved: for those who run a cell with stand-ins."""
     from dflash_core.training.job import TrainingJob
 
-    run, identity = RunFolder(run_dir), _identity(config)
-    saved = run.read_manifest().get("identity") or identity
+    run = RunFolder(run_dir)
+    before = run.read_manifest().get("identity")
+    identity = _identity(config, before)
+    saved = before or identity
     if saved["dataset"] == identity["dataset"]:  # chosen once, when the run was made: all cells and attempts use the same
         identity["edges"] = saved["edges"]
     shown = config.model_dump(mode="json")
@@ -179,6 +203,7 @@ def training_job(config: ExperimentConfig, run_dir: Path) -> TrainingJob:
         metrics=config.metrics,
         identity=identity,
         shown_config=shown,
+        init_from=_initial_draft(config),
     )
 
 
@@ -222,6 +247,8 @@ def check(config: ExperimentConfig, num_gpus: int | None = None) -> dict[str, An
         result["not_checked"] = ["target", "data"]
     else:
         result["draft"] = draft_spec(config).as_dict()
+        if initial := {name: found for name, run in config.variants() if (found := _check_initial_draft(run))}:
+            result["init_from"] = initial
         result["files"] = [file.url for file in expand_files(config.data.files)]
         if config.data.held_out is not None:
             expand_files([config.data.held_out])

@@ -169,7 +169,7 @@ def test_evaluation_and_export_of_a_trained_run(micro_experiment: Path) -> None:
     before = (run_dir / "metrics" / "evals.jsonl").read_text()
     assert root.evaluate_run(run_dir) == result  # the finished evaluation is used again
     assert (run_dir / "metrics" / "evals.jsonl").read_text() == before
-    assert sorted(path.name for path in (run_dir / "export").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (run_dir / "export").iterdir()) == ["README.md", "config.json", "model.safetensors"]
     manifest = RunFolder(run_dir).read_manifest()
     assert manifest["acceptance_length"] == result["acceptance_length"] and manifest["export"] == "export"
     report = root.analyze(config, [run_dir])

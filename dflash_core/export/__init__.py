@@ -1,5 +1,9 @@
-"""Drafts in the formats that serving engines read."""
+"""Drafts in the formats that serving engines read.
 
-from dflash_core.export.zlab import export_checkpoint
+`zlab` writes a format, `folder` lets it appear as a whole, `verify` reads it back, `run_facts` and `model_card` tell where it
+comes from, and `exporting` joins them.
+"""
 
-__all__ = ["export_checkpoint"]
+from dflash_core.export.exporting import FORMATS, Exporting, export_checkpoint, export_draft
+
+__all__ = ["FORMATS", "Exporting", "export_checkpoint", "export_draft"]

@@ -20,6 +20,7 @@ from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.initialise import calibrate_context, calibrate_final_norm
 from dflash_core.model.loss import SOFT_LOSSES
 from dflash_core.model.target import FrozenTarget
+from dflash_core.model.warm_start import start_from
 from dflash_core.pipeline import BatchPrefetcher, PrefetchSettings, ReorderBuffer, Supervisor
 from dflash_core.provenance import digest_json, provenance, write_json
 from dflash_core.records import PlannedBatch
@@ -246,9 +247,11 @@ def _add_wandb(job: TrainingJob, sinks: list[MetricsSink]) -> None:
 
 
 def _resume(job: TrainingJob, trainer: DraftTrainer, trained: str) -> int:
-    """Load the newest good checkpoint, if any; returns the step to go on with."""
+    """Load the newest good checkpoint, or else the weights to begin with, if any; returns the step to go on with."""
     found = newest_checkpoint(job.run.checkpoints)
     if found is None:
+        if job.init_from is not None:  # only here: a resume must not need the folder
+            start_from(trainer.draft, job.init_from)
         return 0
     folder, state = found
     counters = state["counters"]

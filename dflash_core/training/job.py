@@ -13,7 +13,10 @@ from dflash_core.training.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Inputs of a run. `identity` is what a checkpoint must agree with to be resumed."""
+    """Inputs of a run. `identity` is what a checkpoint must agree with to be resumed.
+
+    `init_from` is the folder of a drafter whose weights a run without a checkpoint begins with.
+    """
 
     run: RunFolder
     run_id: str
@@ -29,3 +32,4 @@ class TrainingJob:
     metrics: MetricsConfig
     identity: dict[str, Any]
     shown_config: dict[str, Any]
+    init_from: Path | None = None

@@ -1,0 +1,109 @@
+"""Exports a checkpoint: writes a format, reads it back, puts a model card beside it, and lets the folder appear as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_core.errors import DataError
+from dflash_core.export.folder import CARD_FILE, export_folder
+from dflash_core.export.model_card import card_text
+from dflash_core.export.run_facts import read_run_facts
+from dflash_core.export.target_rows import read_target_rows
+from dflash_core.export.verify import compare_outputs, verify_zlab
+from dflash_core.export.zlab import write_zlab
+from dflash_core.model.draft import DFlashDraft
+from dflash_core.model.weights import WEIGHTS_FILE, load_draft
+from dflash_core.provenance import digest_file
+
+
+@dataclass(frozen=True)
+class Exporting:
+    """What is exported, and how.
+
+    Attributes:
+        checkpoint: folder of a checkpoint; its run, if it lies in one, is what the model card tells of.
+        folder: what is written, and replaced as a whole.
+        dtype: number format of the written tensors.
+        target: the target's folder, where it is at hand; verification then compares logits.
+        evaluation: what was measured of this checkpoint; None: what the run's manifest says.
+    """
+
+    checkpoint: Path
+    folder: Path
+    dtype: torch.dtype = torch.float32
+    format: str = "zlab"
+    target: Path | None = None
+    evaluation: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """A format: what writes a draft into an empty folder, and what makes a draft of the written files alone.
+
+    Both get the folder as it is called while it is written; `read` raises DataError for a difference from the checkpoint, with
+    the name that the folder will have.
+    """
+
+    write: Callable[[Path, DFlashDraft, Exporting], None]
+    read: Callable[[Path, Exporting], DFlashDraft]
+
+
+def _write_zlab(folder: Path, draft: DFlashDraft, what: Exporting) -> None:
+    write_zlab(folder, draft, what.dtype)
+
+
+def _read_zlab(folder: Path, what: Exporting) -> DFlashDraft:
+    return verify_zlab(folder, what.checkpoint, what.folder)
+
+
+FORMATS: dict[str, ExportFormat] = {"zlab": ExportFormat(_write_zlab, _read_zlab)}
+
+
+def export_draft(what: Exporting, *, verify: bool = False) -> dict[str, Any]:
+    """Write an export. Files, keys and tensors are always compared with the checkpoint, outputs with `verify`.
+
+    What differs does not take the folder's name: an earlier export stays.
+
+    Returns:
+        `path`, `format`, `dtype`, `step` and, with `verify`, the figures of the comparison as `verified`.
+
+    Raises:
+        DataError: the checkpoint cannot be read, the folder cannot be written, or what was written differs.
+    """
+    chosen = FORMATS.get(what.format)
+    if chosen is None:
+        raise DataError(f"--format {what.format}: not one of {', '.join(FORMATS)}")
+    draft = load_draft(what.checkpoint)
+    facts = read_run_facts(what.checkpoint, what.evaluation)
+    dtype = str(what.dtype).removeprefix("torch.")
+    result: dict[str, Any] = {"path": str(what.folder), "format": what.format, "dtype": dtype, "step": facts.step}
+    with export_folder(what.folder) as new:
+        chosen.write(new, draft, what)
+        written = chosen.read(new, what)
+        if written.spec != draft.spec:
+            raise DataError(f"{what.folder}: the written config reads back as another draft")
+        if verify:
+            rows = None if what.target is None else read_target_rows(what.target, draft.spec)
+            figures = compare_outputs(written, what.checkpoint, what.dtype, rows, what.folder)
+            num_parameters = sum(parameter.numel() for parameter in written.parameters())
+            sizes = {"num_tensors": len(written.state_dict()), "num_parameters": num_parameters}
+            result["verified"] = {**sizes, "weights_sha256": digest_file(new / WEIGHTS_FILE), **figures}
+        (new / CARD_FILE).write_text(card_text(facts, draft.spec, dtype, what.format), encoding="utf-8")
+    return result
+
+
+def export_checkpoint(
+    checkpoint: Path, folder: Path, dtype: torch.dtype = torch.float32, evaluation: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a checkpoint in the z-lab format; returns the folder.
+
+    Raises:
+        DataError: as `export_draft`.
+    """
+    export_draft(Exporting(checkpoint, folder, dtype, evaluation=evaluation))
+    return folder
