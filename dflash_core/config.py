@@ -155,7 +155,9 @@ class TrainConfig(Config):
     keep_last: PositiveInt = Field(2, description="Newest checkpoints kept")
     keep_every: PositiveInt | None = Field(None, description="Checkpoints of steps divisible by this are kept for good, too")
     keep_best: bool = Field(
-        False, description="The checkpoint with the highest expected acceptance length since the one before is kept, too"
+        False,
+        description="The checkpoint with the highest acceptance length is kept, too: measured on held-out prompts whenever one is"
+        " due (needs data.held_out)",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Number format of the draft's arithmetic; weights stay fp32"
@@ -210,8 +212,10 @@ class EvaluateConfig(Config):
     untrained_prompts: NonNegativeInt = Field(4, description="Prompts on which the untrained draft is measured; 0: not measured")
     batch_prompts: PositiveInt = Field(8, description="Prompts decoded at once")
     bootstrap_samples: PositiveInt = Field(1000, description="Resamplings of the prompts behind each confidence interval")
+    speed_prompts: NonNegativeInt = Field(2, description="Prompts on which both ways of decoding are timed; 0: not timed")
     every_steps: PositiveInt | None = Field(
-        None, description="Steps between two measurements of the acceptance length while training; default: none"
+        None,
+        description="Steps between two measurements of the acceptance length while training (needs data.held_out); default: none",
     )
     prompts_while_training: PositiveInt = Field(8, description="Held-out prompts of these measurements")
 

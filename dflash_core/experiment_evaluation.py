@@ -7,7 +7,6 @@ prompts) stands in a folder of its own, `evaluation.json` with `evaluation.jsonl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +80,9 @@ def evaluate_run(run_dir: Path, progress: Progress | None = None, chosen: Chosen
     # What is asked for by its step may be the run's own evaluation after all.
     is_own = config == own and (chosen.checkpoint == "newest" or checkpoint == by_step(run.checkpoints)[-1])
     folder = run.path / "evaluations" / f"{checkpoint.name}-{done[:8]}"
-    if is_own and manifest.get("evaluation_digest") == done and (run.export / "model.safetensors").exists():
+    if is_own and manifest.get("evaluation_digest") == done:
+        if not _is_export_of(run.export, checkpoint):  # deleted, or that of another step since then
+            export_checkpoint(checkpoint, run.export, evaluation=manifest["evaluation"])
         return dict(manifest["evaluation"])
     if not is_own and (found := _finished(folder, done)) is not None:
         return found
@@ -94,7 +95,7 @@ def evaluate_run(run_dir: Path, progress: Progress | None = None, chosen: Chosen
         return result
     _log_rows(run, manifest, measured, step)
     _write_prompts(run.path, measured)
-    export_checkpoint(checkpoint, run.export)
+    export_checkpoint(checkpoint, run.export, evaluation=result)
     headline = {key: result[key] for key in ("acceptance_length", "acceptance_length_untrained", "lossless")}
     run.update_manifest(**headline, export="export", evaluation=result, evaluation_digest=done)
     return result
@@ -125,9 +126,14 @@ def evaluate_folder(
     return result
 
 
+def _is_export_of(folder: Path, checkpoint: Path) -> bool:
+    """Whether the folder holds the checkpoint's own numbers."""
+    return (folder / "model.safetensors").exists() and digest_weights(folder) == digest_weights(checkpoint)
+
+
 def _checkpoint(run: RunFolder, manifest: dict[str, Any], which: str) -> tuple[Path, dict[str, Any]]:
     """The checkpoint asked for, read through and found whole."""
-    from dflash_core.training.checkpoint import check_checkpoint, newest_checkpoint, read_state
+    from dflash_core.training.checkpoint import best_checkpoint, check_checkpoint, newest_checkpoint
     from dflash_core.training.retention import by_step, checkpoint_folder, step_of
 
     folders = by_step(run.checkpoints)
@@ -139,11 +145,10 @@ def _checkpoint(run: RunFolder, manifest: dict[str, Any], which: str) -> tuple[P
     steps = ", ".join(str(step_of(folder)) for folder in folders)
     try:
         if which == "best":
-            scores = {folder: read_state(folder)["score"] for folder in folders}
-            scored = [(score, -step_of(f), f) for f, score in scores.items() if score is not None and math.isfinite(score)]
-            if not scored:
+            best = best_checkpoint(run.checkpoints)
+            if best is None:
                 raise DataError(f"{run.path}: no checkpoint has a score to choose the best by; there are steps {steps}")
-            folder = max(scored)[2]
+            return best
         elif which.isdecimal() and checkpoint_folder(run.checkpoints, int(which)) in folders:
             folder = checkpoint_folder(run.checkpoints, int(which))
         else:
@@ -223,15 +228,16 @@ def _measure(config: ExperimentConfig, folder: Path, progress: Progress | None, 
     if some := prompts[: settings.untrained_prompts]:
         fresh = _untrained_draft(spec, config.train.seed, target.head_VH).to(device)
         untrained = measure(target, fresh, some, limit, baseline)
-    speed = measure_speed(target, draft, [prompt.input_ids for prompt in prompts], limit, batch)
+    speed = measure_speed(target, draft, [prompt.input_ids for prompt in prompts], limit, batch, settings.speed_prompts)
     return Measured(trained, untrained, _result(trained, untrained, speed))
 
 
 def _untrained_draft(spec: DraftSpec, seed: int, head_VD: Tensor) -> DFlashDraft:
     """The draft as training begins with it, in fp32 on the CPU. `head_VD` is the target's."""
     from dflash_core.model.draft import DFlashDraft
+    from dflash_core.model.initialise import calibrate_final_norm
 
-    return DFlashDraft(spec).initialise(seed).eval()
+    return calibrate_final_norm(DFlashDraft(spec).initialise(seed), head_VD.float().cpu()).eval()
 
 
 def _check_fits(spec: DraftSpec, config: ExperimentConfig, folder: Path) -> None:

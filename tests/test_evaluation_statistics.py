@@ -137,7 +137,7 @@ def test_speed_counts_what_ran(target: FrozenTarget, draft: DFlashDraft, monkeyp
     for name in ("greedy_decode_many", "speculative_decode_many"):
         real = getattr(speed_module, name)
         monkeypatch.setattr(speed_module, name, lambda *a, real=real, name=name, **k: (order.append(name[0]), real(*a, **k))[1])
-    found = measure_speed(target, draft, [PROMPT, PROMPT[:7], PROMPT[:5]], 9, 3)
+    found = measure_speed(target, draft, [PROMPT, PROMPT[:7], PROMPT[:5]], 9, 3, 2)
     assert "".join(order) == "gs" * (2 + 2 * speed_module.NUM_TURNS)
     assert (found["single"]["num_prompts"], found["batched"]["num_prompts"]) == (2, 3)
     assert (found["single"]["num_tokens"], found["batched"]["num_tokens"]) == (6, 9)
@@ -145,7 +145,9 @@ def test_speed_counts_what_ran(target: FrozenTarget, draft: DFlashDraft, monkeyp
         assert 0 < part["draft_share"] + part["verify_share"] <= 1
         assert part["speedup"] == pytest.approx(part["plain_s_per_token"] / part["speculative_s_per_token"])
     assert found["device"] == "cpu" and found["threads"] == torch.get_num_threads() and "little about a GPU" in found["note"]
-    nothing = measure_speed(target, draft, [PROMPT, PROMPT[:7]], 1, 2)
+    not_timed = measure_speed(target, draft, [PROMPT, PROMPT[:7]], 9, 2, 0)
+    assert not_timed["single"] is None and not_timed["batched"] is None
+    nothing = measure_speed(target, draft, [PROMPT, PROMPT[:7]], 1, 2, 2)
     assert nothing["single"] is None and nothing["batched"] is None
 
 

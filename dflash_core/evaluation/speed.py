@@ -23,28 +23,32 @@ from dflash_core.evaluation.rows import why_not_together
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.target import FrozenTarget
 
-NUM_PROMPTS, NUM_TOKENS, NUM_TURNS = 2, 48, 3
+NUM_TOKENS, NUM_TURNS = 48, 3
 CPU_NOTE = "measured on a CPU, where a pass over a block costs several times one over a token; says little about a GPU"
 GPU_NOTE = "measured on this GPU by this program, without a serving engine's kernels and graphs"
 
 
 def measure_speed(
-    target: FrozenTarget, draft: DFlashDraft, prompts: Sequence[Tokens], max_new_tokens: int, batch_prompts: int
+    target: FrozenTarget, draft: DFlashDraft, prompts: Sequence[Tokens], max_new_tokens: int, batch_prompts: int, num_single: int
 ) -> dict[str, Any]:
     """Seconds per token, plain and drafted, one prompt at a time and `batch_prompts` at once.
+
+    Args:
+        num_single: prompts that are decoded one at a time; 0: nothing is timed.
 
     Returns:
         `device`, `dtype`, `threads`, `note`, and `single` and `batched` with `batch_prompts, num_prompts, num_tokens,
         plain_s_per_token, speculative_s_per_token, speedup, draft_share, verify_share` (shares of a round's time; what is
         left is bookkeeping). None for `batched` where prompts cannot go together or there is one, and for both where every
-        answer is a single token.
+        answer is a single token or nothing is timed.
     """
     limit = min(max_new_tokens, NUM_TOKENS)
+    prompts = prompts if num_single else []
     together = min(batch_prompts, len(prompts)) if why_not_together(target) is None else 1
     for batch in {1, together} if prompts and limit > 1 else ():  # what only happens once is not timed
         greedy_decode_many(target, prompts[:batch], 2, batch)
         speculative_decode_many(target, draft, prompts[:batch], 2, batch)
-    single = _in_turns(target, draft, prompts[:NUM_PROMPTS], limit, 1)
+    single = _in_turns(target, draft, prompts[:num_single], limit, 1) if prompts else None
     batched = _in_turns(target, draft, prompts[:together], limit, together) if together > 1 else None
     is_cuda = target.device.type == "cuda"
     return {
