@@ -62,8 +62,7 @@ def make_ready(case: Case, places: list[int], loss: Loss, packed: bool = False) 
     states = [torch.randn(len(case.tokens[p]), 3 * Case.WIDTH, generator=g) for p, g in zip(places, generators, strict=True)]
     sequences, drawn = [case.tokens[p] for p in places], [case.drawn[p] for p in places]
     batch: DraftBatch = _pack(sequences, drawn) if packed else _pad(sequences, drawn, 0)
-    pad = torch.nn.utils.rnn.pad_sequence
-    features = torch.cat(states).unsqueeze(0) if packed else pad(states, batch_first=True)
+    features = torch.cat(states).unsqueeze(0) if packed else torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
     width = (3 if loss in SOFT_LOSSES else 2) * Case.WIDTH
     count = sum(len(tokens) for tokens in sequences)
     shape = BatchShape(0, len(places), count, count, len(sequences[0]), 1, int((batch.weights_RAK > 0).sum()))

@@ -107,7 +107,7 @@ def _total_variation(logits_NV: Tensor, target_logits_NV: Tensor) -> Tensor:
     _softmax(logits_NV)
     _softmax(target_logits_NV)
     apart_NV = torch.sub(logits_NV, target_logits_NV, out=target_logits_NV)
-    variation_N = 0.5 * torch.linalg.vector_norm(apart_NV, ord=1, dim=1)
+    variation_N: Tensor = 0.5 * torch.linalg.vector_norm(apart_NV, ord=1, dim=1)
     half_sign_NV = apart_NV.sign_().mul_(0.5)
     mean_N11 = torch.bmm(logits_NV.unsqueeze(1), half_sign_NV.unsqueeze(2))
     logits_NV.mul_(half_sign_NV.sub_(mean_N11.squeeze(2)))
@@ -222,7 +222,7 @@ def block_loss(
             weights_N = dpace_weights(slots.loss_N.neg().exp_(), index_N, labels_RAK.shape, dpace_alpha)
     loss_sum = (slots.loss_N * weights_N).sum()
     if slots.gradient_ND is not None:
-        loss_sum = _WithGradient.apply(final_ND, slots.loss_N, weights_N, slots.gradient_ND)
+        loss_sum = _WithGradient.apply(final_ND, slots.loss_N, weights_N, slots.gradient_ND)  # type: ignore[no-untyped-call]
     positions_N, zeros_K = index_N % block_size, torch.zeros(block_size, device=device)
     return LossParts(
         loss_sum=loss_sum,

@@ -40,7 +40,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A batch ready to be trained on, with features [R, S, F]: the taps, and behind them the last state if it is asked for."""
+    """A batch with its features [R, S, F], ready to be trained on: taps, and behind them the last state if it is needed."""
 
     loaded: Loaded
     features_RSF: Tensor
