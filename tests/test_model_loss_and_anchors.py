@@ -14,6 +14,7 @@ from dflash_core.config import DraftConfig, check_draft_fits
 from dflash_core.model import loss as loss_module
 from dflash_core.model.anchors import default_gamma, draw_anchors, slot_weights
 from dflash_core.model.loss import block_loss, expected_acceptance_length
+from dflash_core.training.collate import _pack, _pad
 
 
 @settings(max_examples=60, deadline=None)
@@ -32,6 +33,40 @@ def test_anchors_equal_their_definition(mask: list[bool], block: int, limit: int
             assert weights[k] == (weights_K[k] if on else 0)
             if on:
                 assert labels[k] == 100 + a + k
+
+
+def test_a_block_is_labelled_up_to_the_end_of_its_answer_and_not_beyond_a_gap() -> None:
+    """Two answers with a turn of two tokens between them; blocks of five slots. No slot is on behind one that is off."""
+    mask = np.array([0, 1, 1, 1, 0, 0, 1, 1, 1], dtype=bool)
+    tokens, weights_K = np.arange(50, 59, dtype=np.int32), slot_weights(5, 2.0)
+    drawn = draw_anchors(tokens, mask, num_anchors=9, weights_K=weights_K, generator=np.random.default_rng(0))
+    assert drawn.positions.tolist() == [1, 2, 6, 7]
+    assert drawn.labels.tolist() == [[0, 52, 53, 0, 0], [0, 53, 0, 0, 0], [0, 57, 58, 0, 0], [0, 58, 0, 0, 0]]
+    one, two = 1.0, math.exp(-0.5)
+    expected = [[0, one, two, 0, 0], [0, one, 0, 0, 0], [0, one, two, 0, 0], [0, one, 0, 0, 0]]
+    np.testing.assert_allclose(drawn.weights, expected, rtol=1e-6)
+
+
+def test_packed_or_padded_a_block_ends_with_its_document() -> None:
+    """The first document is supervised to its last token, and the one behind it from its first on."""
+    sequences = [np.array([7, 8, 9], dtype=np.int32), np.array([4, 5, 6, 3], dtype=np.int32)]
+    drawn = [
+        draw_anchors(
+            tokens,
+            np.ones(len(tokens), dtype=bool),
+            num_anchors=8,
+            weights_K=slot_weights(4, 2.0),
+            generator=np.random.default_rng(0),
+        )
+        for tokens in sequences
+    ]
+    packed, padded = _pack(sequences, drawn), _pad(sequences, drawn, 0)
+    assert packed.anchors_RA.tolist() == [[0, 1, 3, 4, 5]]
+    labels = [[0, 8, 9, 0], [0, 9, 0, 0], [0, 5, 6, 3], [0, 6, 3, 0], [0, 3, 0, 0]]
+    assert packed.labels_RAK[0].tolist() == labels
+    assert padded.labels_RAK.tolist() == [[*labels[:2], [0] * 4], labels[2:]]
+    assert torch.equal(packed.weights_RAK[0] > 0, packed.labels_RAK[0] > 0)
+    assert torch.equal(padded.weights_RAK > 0, padded.labels_RAK > 0)
 
 
 def test_every_allowed_position_can_be_drawn() -> None:
@@ -70,7 +105,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weights[..., 0] = 0
     results = []
     for size in (10_000, 7):
-        monkeypatch.setattr(loss_module, "SLOTS_PER_PIECE", size)
+        monkeypatch.setitem(loss_module.SLOTS_PER_PIECE, "cpu", size)
         final = torch.randn(2, 5, 4, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
         parts = block_loss(final, head, labels, weights)
         parts.loss_sum.backward()

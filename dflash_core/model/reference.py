@@ -7,10 +7,12 @@ again, so that a mistake in the fast path cannot hide in both.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_core.config import Loss
 from dflash_core.model.draft import DFlashDraft, DraftLayer, RMSNorm
 
 
@@ -64,19 +66,56 @@ def reference_block(draft: DFlashDraft, features_SF: Tensor, x_KD: Tensor, ancho
 
 
 def reference_loss(
-    final_KD: Tensor, head_VD: Tensor, tokens: list[int], supervised: list[bool], anchor: int, gamma: float
+    final_KD: Tensor,
+    head_VD: Tensor,
+    tokens: list[int],
+    supervised: list[bool],
+    anchor: int,
+    gamma: float,
+    loss: Loss = "cross_entropy",
+    alpha: float = 0.5,
+    last_SD: Tensor | None = None,
 ) -> tuple[Tensor, float]:
-    """Weighted cross-entropy of one block and the sum of its weights.
+    """Weighted loss of one block and the sum of its weights.
 
     Slot k predicts the token at anchor + k with weight exp(-(k - 1) / gamma), as long as every token from the anchor to
-    there is supervised (docs/field.md 1, 'Anchors' and 'Loss').
+    there is supervised (docs/field.md 1, 'Anchors' and 'Loss'). D-PACE has weights of its own. The soft losses compare with
+    the distribution that the target's last state at anchor + k - 1 gives.
     """
-    total, weights = torch.zeros(()), 0.0
+    losses, likelihoods = [], []
     for k in range(1, final_KD.shape[0]):
         place = anchor + k
         if place >= len(tokens) or not all(supervised[anchor : place + 1]):
             break
-        weight = math.exp(-(k - 1) / gamma)
-        log_probabilities = (head_VD @ final_KD[k]).log_softmax(0)
-        total, weights = total - weight * log_probabilities[tokens[place]], weights + weight
+        draft = _probabilities(head_VD, final_KD[k])
+        likelihoods.append(float(draft[tokens[place]].detach()))
+        if last_SD is None:
+            losses.append(-draft[tokens[place]].log())
+            continue
+        target = _probabilities(head_VD, last_SD[place - 1])
+        apart = target * (target.log() - draft.log()) if loss == "kl" else (target - draft).abs() / 2
+        losses.append(apart.sum())
+    weights = [math.exp(-k / gamma) for k in range(len(losses))]
+    if loss == "dpace":
+        lifted = [(1 - alpha) * likelihood + alpha for likelihood in likelihoods]
+        reached = [math.prod(lifted[: k + 1]) for k in range(len(lifted))]
+        weights = [sum(reached[k:]) for k in range(len(reached))]
+    total = sum((weight * each for weight, each in zip(weights, losses, strict=True)), torch.zeros(()))
+    return total, sum(weights)
+
+
+def _probabilities(head_VD: Tensor, state_D: Tensor) -> Tensor:
+    logits = head_VD @ state_D
+    exponentials = (logits - logits.max().detach()).exp()
+    return exponentials / exponentials.sum()
+
+
+def reference_row_loss(
+    final_AKD: Tensor, head_VD: Tensor, tokens: list[int], supervised: list[bool], anchors: list[int], gamma: float, **how: Any
+) -> tuple[Tensor, float]:
+    """`reference_loss` added up over the blocks of a row; `how` is passed on."""
+    total, weights = torch.zeros(()), 0.0
+    for final_KD, anchor in zip(final_AKD, anchors, strict=True):
+        loss, weight = reference_loss(final_KD, head_VD, tokens, supervised, anchor, gamma, **how)
+        total, weights = total + loss, weights + weight
     return total, weights

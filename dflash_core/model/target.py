@@ -8,10 +8,13 @@ target loops share one model.
 Each hook writes into its own columns of one tensor, cast to `feature_dtype`, so that no layer's output outlives the
 next layer and nothing has to be joined at the end.
 
+With `last_state` a pass goes through all layers and the final norm, whose output, what the head is applied to, follows
+behind the taps. The head still costs nothing here: whoever needs the target's distribution computes it where it is needed.
+
 A packed row goes through in runs of neighbouring documents. Attention with a mask costs the square of a run's length,
 whatever the mask hides, so that runs are kept short; a document that fills a run of its own needs no mask at all.
 
-Shapes: B batch, S sequence, T taps, H hidden size of the target, F = T * H, V vocabulary.
+Shapes: B batch, S sequence, T taps, H hidden size of the target, F = T * H or with the last state (T + 1) * H, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,6 +44,9 @@ TOKENS_PER_RUN = {"cpu": 256, "cuda": 4096}
 # tokens alone is seen in the mean, too.
 PACKING_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 PROBE_LENGTHS = (24, 12)
+# How far logits from the last state may be from the model's own, as a share of their norm. The product is the same, so that
+# the rounding of a cast state is all there is; a scale or a cap that a model puts on its logits is far above.
+HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 # What decoders call the norm behind their last layer.
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
@@ -62,14 +68,14 @@ class _Pass:
     should_stop: Callable[[], bool] | None
     num_taken: int = 0
 
-    def take(self, layer: int, columns: slice, output: Any) -> None:
+    def take(self, giver: str, columns: slice, output: Any) -> None:
         """Copy a layer's output into its columns, which casts it. A copy alone would broadcast a wrong shape."""
         states = output[0] if isinstance(output, tuple | list) and output else output
         place = self.features_BSF[..., columns]
         if not isinstance(states, Tensor):
-            raise ValueError(f"layer {layer} of the target gave {type(states).__name__} instead of states")
+            raise ValueError(f"{giver} of the target gave {type(states).__name__} instead of states")
         if states.shape != place.shape:
-            raise ValueError(f"layer {layer} of the target gave states {list(states.shape)}, expected {list(place.shape)}")
+            raise ValueError(f"{giver} of the target gave states {list(states.shape)}, expected {list(place.shape)}")
         place.copy_(states)
         self.num_taken += 1
 
@@ -99,6 +105,7 @@ class FrozenTarget:
         attn_implementation: `sdpa`, `eager` or `flash_attention_2`.
         device: where it lives; features stay there.
         feature_dtype: number format of the features; None for that of the weights.
+        last_state: `features` also gives the states behind the final norm, in columns of their own behind the taps.
 
     Raises:
         ConfigError: it cannot be loaded so; the key is named.
@@ -112,9 +119,12 @@ class FrozenTarget:
         attn_implementation: str,
         device: str,
         feature_dtype: str | None = None,
+        *,
+        last_state: bool = False,
     ) -> None:
         self.shape = read_target_shape(folder)
         self.layer_ids = layer_ids
+        self.last_state = last_state
         self.device = torch.device(device)
         self.feature_dtype = DTYPES[feature_dtype or dtype]
         self.model: Any = load_causal_lm(folder, dtype, attn_implementation, self.device)
@@ -122,7 +132,7 @@ class FrozenTarget:
         layers: Any = self.model.get_decoder().layers
         for tap, index in enumerate(layer_ids):
             layers[index].register_forward_hook(self._make_hook(tap, index))
-        for layer in layers[: layer_ids[-1] + 1]:
+        for layer in layers if last_state else layers[: layer_ids[-1] + 1]:
             layer.register_forward_pre_hook(self._look_for_stop)
 
     @property
@@ -137,6 +147,15 @@ class FrozenTarget:
         head: nn.Linear = self.model.get_output_embeddings()
         return head.weight
 
+    @property
+    def feature_width(self) -> int:
+        """Columns of `features`: those of the taps, and with `last_state` as many as one tap's behind them."""
+        return self._tap_width + (self.shape.hidden_size if self.last_state else 0)
+
+    @property
+    def _tap_width(self) -> int:
+        return len(self.layer_ids) * self.shape.hidden_size
+
     def _make_hook(self, tap: int, layer: int) -> Any:
         columns = slice(tap * self.shape.hidden_size, (tap + 1) * self.shape.hidden_size)
         is_last = tap == len(self.layer_ids) - 1
@@ -145,7 +164,7 @@ class FrozenTarget:
             current: _Pass | None = getattr(self._local, "current", None)
             if current is None:
                 return
-            current.take(layer, columns, output)
+            current.take(f"layer {layer}", columns, output)
             if is_last and current.stop_at_last_tap:
                 raise _LastTapReached
 
@@ -169,8 +188,7 @@ class FrozenTarget:
         if current.num_taken != len(self.layer_ids):
             raise RuntimeError(f"a forward pass reached {current.num_taken} of the target's {len(self.layer_ids)} taps")
 
-    def _empty(self, input_ids_BS: Tensor) -> Tensor:
-        width = len(self.layer_ids) * self.shape.hidden_size
+    def _empty(self, input_ids_BS: Tensor, width: int) -> Tensor:
         return torch.empty(*input_ids_BS.shape, width, dtype=self.feature_dtype, device=self.device)
 
     @torch.inference_mode()
@@ -180,7 +198,7 @@ class FrozenTarget:
         should_stop: Callable[[], bool] | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Tapped states of right-padded rows, or of one packed row, joined on the feature axis: [B, S, T * H].
+        """Tapped states of right-padded rows, or of one packed row, joined on the feature axis: [B, S, F].
 
         `should_stop` is asked before every layer; when it says yes the pass ends with `ForwardAbandoned`.
 
@@ -190,7 +208,7 @@ class FrozenTarget:
         """
         if documents is None:
             return self._tapped(input_ids_BS, None, should_stop)
-        features_BSF = self._empty(input_ids_BS)
+        features_BSF = self._empty(input_ids_BS, self.feature_width)
         for begin, end, count in runs_of_documents(documents.ids_RS, TOKENS_PER_RUN.get(self.device.type, 4096)):
             positions = documents.positions_RS[:, begin:end] if count > 1 else None
             self._tapped(input_ids_BS[:, begin:end], positions, should_stop, features_BSF[:, begin:end])
@@ -203,11 +221,14 @@ class FrozenTarget:
         should_stop: Callable[[], bool] | None = None,
         features_BSF: Tensor | None = None,
     ) -> Tensor:
-        """One forward pass up to the last tap; the states go into `features_BSF`, which is returned, or into a new tensor."""
+        """One forward pass as far as it is needed; the states go into `features_BSF`, which is returned, or a new tensor."""
         packed = {} if positions_BS is None else {"position_ids": positions_BS.to(self.device)}
-        features_BSF = self._empty(input_ids_BS) if features_BSF is None else features_BSF
-        with self._recording(_Pass(features_BSF, True, should_stop)):
-            self.model.get_decoder()(input_ids=input_ids_BS.to(self.device), use_cache=False, **packed)
+        features_BSF = self._empty(input_ids_BS, self.feature_width) if features_BSF is None else features_BSF
+        current = _Pass(features_BSF, not self.last_state, should_stop)
+        with self._recording(current):
+            output = self.model.get_decoder()(input_ids=input_ids_BS.to(self.device), use_cache=False, **packed)
+        if self.last_state:
+            current.take("the final norm", slice(self._tap_width, None), output.last_hidden_state)
         return features_BSF
 
     @torch.inference_mode()
@@ -244,7 +265,7 @@ class FrozenTarget:
             cause = f"it cannot be given positions ({' '.join(str(error).split())})"
         else:
             alone = self._tapped(tokens_1S[:, second], None).float()
-            by_tap = (PROBE_LENGTHS[1], len(self.layer_ids), -1)
+            by_tap = (PROBE_LENGTHS[1], -1, self.shape.hidden_size)
             error_ST, norm_ST = (x.view(by_tap).norm(dim=-1) for x in (packed - alone, alone))
             share = float((error_ST / norm_ST).mean(dim=0).max())  # by token: the first ones of a document can be huge
             if share <= max(PACKING_TOLERANCE[self.model.dtype], PACKING_TOLERANCE[self.feature_dtype]):  # a NaN is none
@@ -253,9 +274,29 @@ class FrozenTarget:
         raise ConfigError(f"target.path: {path} cannot be trained with bucketing.strategy: packed: {cause}; use padded")
 
     @torch.inference_mode()
+    def check_last_state(self, path: str) -> None:
+        """Make sure that the head on the last state gives the model's own logits, on a short random row.
+
+        Some models scale their logits behind the head; their distribution would be another one. `path` is the user's name of
+        the target.
+
+        Raises:
+            ConfigError: it does not; the keys are named.
+        """
+        tokens_1S = torch.randint(0, self.shape.vocab_size, (1, 16), generator=torch.Generator().manual_seed(0))
+        own = self.model(input_ids=tokens_1S.to(self.device), use_cache=False).logits.float()
+        last = self._tapped(tokens_1S, None)[..., self._tap_width :].to(self.head_VH.dtype)
+        share = float((nn.functional.linear(last, self.head_VH).float() - own).norm() / own.norm())
+        if not share <= max(HEAD_TOLERANCE[self.model.dtype], HEAD_TOLERANCE[self.feature_dtype]):  # a NaN is not
+            raise ConfigError(
+                f"target.path: {path} gives other logits than its head on its last state (off by {share:.1e} of their norm), so"
+                " that train.loss cannot compare with its distribution; use cross_entropy or dpace"
+            )
+
+    @torch.inference_mode()
     def step(self, input_ids_BS: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
         """One forward pass over new tokens behind `cache` (which grows): logits [B, S, V] and features [B, S, T * H]."""
-        features_BSF = self._empty(input_ids_BS)
+        features_BSF = self._empty(input_ids_BS, self._tap_width)
         with self._recording(_Pass(features_BSF, False, None)):
             output = self.model(input_ids=input_ids_BS.to(self.device), cache=cache, use_cache=True)
         return output.logits, features_BSF

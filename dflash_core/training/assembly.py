@@ -17,6 +17,8 @@ from dflash_core.metrics.sinks import FanOut, JsonlSink, MetricsSink, RunLog
 from dflash_core.metrics.wandb_sink import WandbSink
 from dflash_core.model.anchors import default_gamma, slot_weights
 from dflash_core.model.draft import DFlashDraft
+from dflash_core.model.initialise import calibrate_final_norm
+from dflash_core.model.loss import SOFT_LOSSES
 from dflash_core.model.target import FrozenTarget
 from dflash_core.pipeline import BatchPrefetcher, PrefetchSettings, ReorderBuffer, Supervisor
 from dflash_core.provenance import digest_json, provenance, write_json
@@ -39,15 +41,18 @@ log = logging.getLogger(__name__)
 
 def load_target(job: TrainingJob, device: str) -> FrozenTarget:
     """The configured target on one device."""
-    target = job.target
-    taps, attention = job.spec.target_layer_ids, target.attn_implementation
-    return FrozenTarget(job.target_folder, taps, target.dtype, attention, device, target.feature_dtype)
+    config, soft = job.target, job.train.loss in SOFT_LOSSES
+    taps, attention = job.spec.target_layer_ids, config.attn_implementation
+    target = FrozenTarget(job.target_folder, taps, config.dtype, attention, device, config.feature_dtype, last_state=soft)
+    if soft:
+        target.check_last_state(config.path)
+    return target
 
 
 def make_trainer(job: TrainingJob, group: CellGroup, device: str, target: FrozenTarget, num_steps: int) -> DraftTrainer:
     """A fresh draft with its optimizer on one device; embedding and head are the target's."""
-    draft = DFlashDraft(job.spec).initialise(job.train.seed).to(device)
     embedding, head = target.embedding_VH.to(device), target.head_VH.to(device)
+    draft = calibrate_final_norm(DFlashDraft(job.spec).initialise(job.train.seed), head).to(device)
     return DraftTrainer(draft, embedding, head, job.train, num_steps, len(job.edges), group)
 
 
@@ -179,7 +184,8 @@ def wait_limit_s(job: TrainingJob) -> float:
 def _make_prefetcher(
     job: TrainingJob, plan: RunPlan, collator: Collator, num_targets: int, batches: Iterator[PlannedBatch], supervisor: Supervisor
 ) -> BatchPrefetcher:
-    feature_bytes = len(job.spec.target_layer_ids) * job.spec.hidden_size * job.target.state_bytes
+    states = len(job.spec.target_layer_ids) + (job.train.loss in SOFT_LOSSES)  # of each position: the taps, and the last one
+    feature_bytes = states * job.spec.hidden_size * job.target.state_bytes
 
     def size_of(planned: PlannedBatch) -> int:
         lengths = plan.lengths_of(planned)

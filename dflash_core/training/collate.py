@@ -39,7 +39,7 @@ def batch_bytes(lengths: NDArray[np.integer], packed: bool, num_anchors: int, nu
         packed: one row of documents, or one row a sequence.
         num_anchors: most anchors of a sequence.
         num_slots: slots of a block.
-        feature_bytes: tapped states of one position.
+        feature_bytes: captured states of one position, the last one included where the loss needs it.
     """
     if packed:
         anchors = max(1, int(np.minimum(lengths, num_anchors).sum()))

@@ -21,8 +21,9 @@ from dflash_core.config import TrainConfig
 from dflash_core.errors import StageError
 from dflash_core.model.documents import context_windows
 from dflash_core.model.draft import DFlashDraft, embed_blocks, group_size
-from dflash_core.model.loss import block_loss, expected_acceptance_length
+from dflash_core.model.loss import SOFT_LOSSES, TargetStates, block_loss, expected_acceptance_length
 from dflash_core.pipeline import ByteBudget, GivenUp, ReorderBuffer, Supervisor
+from dflash_core.training.collate import DraftBatch
 from dflash_core.training.device_clock import Seconds, start_clock
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.schedule import learning_rate
@@ -114,6 +115,7 @@ class DraftTrainer:
         compute = torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
         self._embedding_VD, self._head_VD = embedding_VD.to(compute), head_VD.to(compute)
         self._compute, self._num_buckets = compute, num_buckets
+        self._tap_width = len(draft.spec.target_layer_ids) * draft.spec.hidden_size
         self.parameters = list(draft.parameters())
         decayed = [p for p in self.parameters if p.ndim > 1]
         others = [p for p in self.parameters if p.ndim <= 1]
@@ -140,11 +142,19 @@ class DraftTrainer:
             windows = context_windows(loaded.anchors_RA, loaded.documents.starts_RA, group_size(self.device))
         batch = loaded.to(self.device)
         # A copy: features are made in inference mode, which autograd does not accept.
-        features = ready.features_RSF.to(self.device, self._compute, copy=True)
+        features = ready.features_RSF[..., : self._tap_width].to(self.device, self._compute, copy=True)
         with self._autocast():
             blocks = embed_blocks(self._embedding_VD, batch.anchor_tokens_RA, self.draft.spec)
             final = self.draft(features, blocks, batch.anchors_RA, batch.documents, windows)
-            parts = block_loss(final, self._head_VD, batch.labels_RAK, batch.weights_RAK)
+            parts = block_loss(
+                final,
+                self._head_VD,
+                batch.labels_RAK,
+                batch.weights_RAK,
+                self.config.loss,
+                self.config.dpace_alpha,
+                self._target_states(ready, batch),
+            )
         middle = time.monotonic()
         torch.autograd.backward(parts.loss_sum)
         totals.forward_s += middle - started
@@ -152,6 +162,12 @@ class DraftTrainer:
         totals.batches.append((ready, parts.loss_sum.detach(), parts.weight_sum.detach(), stop_clock()))
         totals.correct_K = parts.correct_K if totals.correct_K is None else totals.correct_K + parts.correct_K
         totals.count_K = parts.count_K if totals.count_K is None else totals.count_K + parts.count_K
+
+    def _target_states(self, ready: Ready, batch: DraftBatch) -> TargetStates | None:
+        """For the soft losses: the target's last states, which its loop has put behind the taps."""
+        if self.config.loss not in SOFT_LOSSES:
+            return None
+        return TargetStates(ready.features_RSF[..., self._tap_width :].to(self.device), batch.anchors_RA)
 
     def end(self, step: int, totals: StepTotals, stop: bool) -> dict[str, Any]:
         """Join the cells and apply the step; returns the fields of the `steps` row that the loop knows.

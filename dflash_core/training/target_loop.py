@@ -40,7 +40,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A batch with its features [R, S, T * H], ready to be trained on."""
+    """A batch with its features [R, S, F], ready to be trained on: the taps, and behind them the last state if it is asked for."""
 
     loaded: Loaded
     features_RSF: Tensor
@@ -111,17 +111,23 @@ def _serve(target: Target, number: int, loaded: Loaded, supervisor: Supervisor, 
         target.features, batch, lambda: supervisor.stopping, target.device, target.shape.pad_token_id, on_split
     )
     busy_s = stop_clock()
-    features = check_shape(features, batch.tokens_RS, len(target.layer_ids) * target.shape.hidden_size)
+    width = target.feature_width if isinstance(target, FrozenTarget) else _tap_width(target)
+    features = check_shape(features, batch.tokens_RS, width)
     if target.device.type == "cuda":
         torch.cuda.current_stream(target.device).synchronize()  # the drafter reads on another stream
     return features, busy_s
 
 
 def _look_into(target: Target, batch: DraftBatch, features_RSF: Tensor) -> dict[str, Any]:
-    """The check of the first batch. Something that stands in for a target has no model to be compared with."""
+    """The check of the first batch's taps. Something that stands in for a target has no model to be compared with."""
+    features_RSF = features_RSF[..., : _tap_width(target)]
     if isinstance(target, FrozenTarget):
         return check_first_batch(target, batch, features_RSF)
     return {"tap_rms": check_values(features_RSF, target.layer_ids)}
+
+
+def _tap_width(target: Target) -> int:
+    return len(target.layer_ids) * target.shape.hidden_size
 
 
 def _source(target: Target, number: int, planned: PlannedBatch) -> dict[str, Any]:
