@@ -13,12 +13,14 @@ the opposite of `sliding_window_non_causal`, which speculators writes as false f
 The rotary base stands in `rope_parameters` (which vLLM reads from the nested configuration; without it, it takes 1,000,000)
 and in `rope_theta` (for transformers before 5).
 
+With sliding layers vLLM serves what is trained here (`attention.py` in the model's room). speculators' own forward pass cuts
+their window in another way: W context positions before the anchor for all slots alike, and the whole block.
+
 Shapes: V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from dflash_core.errors import DataError
+from dflash_core.errors import ConfigError, DataError
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
+from dflash_core.model.spec_file import SLIDING
 from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.provenance import read_json, write_atomically, write_json
 
@@ -40,10 +43,8 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 NOT_THE_DRAFTS = frozenset({EMBEDDING, HEAD, "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"})
 # Keys of the z-lab format that this one keeps elsewhere or does not have.
 _NOT_NESTED = frozenset({"architectures", "num_target_layers", "block_size", "dflash_config"})
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "max_position_embeddings",
-)  # fmt: skip
+# Keys of this one beside the nested ones that the reader of the z-lab format checks or takes.
+_BESIDE = ("block_size", "mask_token_id", "draft_vocab_size", "target_hidden_size", "num_target_layers", "quantization_config")
 
 
 def write_speculators(
@@ -114,20 +115,20 @@ def speculators_config(spec: DraftSpec, target_name: str, target_config: Mapping
         "sliding_window_non_causal": not flat["is_causal"],
         "tie_word_embeddings": False,
         # Not speculators' own: what the format leaves out, so that reading it back gives the same draft.
-        "num_target_layers": spec.num_target_layers,
+        "num_target_layers": spec.num_target_layers or None,
         "dtype": number_format,
     }
 
 
-def read_speculators(folder: Path, num_target_layers: int | None = None) -> DFlashDraft:
+def read_speculators(folder: Path) -> DFlashDraft:
     """Read a draft in this format into fp32, in evaluation mode; embedding and head are left out.
 
-    Args:
-        num_target_layers: layers of the target, for files of other writers: the format has no place for it.
+    Files of other writers do not say how many layers the target has: `num_target_layers` is 0 then.
 
     Raises:
-        DataError: a file is missing or damaged, tensors do not fit, or the draft is of a kind that is not DFlash as it is
-            built here: a draft vocabulary of its own, a slot 0 that predicts, other rotary embeddings, biases.
+        DataError: a file is missing or damaged, or its tensors do not fit the configuration.
+        ConfigError: a key is missing or of a wrong kind, or the draft is of a kind that is not DFlash as it is built here: a
+            draft vocabulary of its own, a slot 0 that predicts, causal layers, other rotary embeddings, biases.
     """
     where = folder / CONFIG_FILE
     try:
@@ -135,8 +136,7 @@ def read_speculators(folder: Path, num_target_layers: int | None = None) -> DFla
         tensors = load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"{folder}: not a readable draft ({error})") from None
-    spec = _read_spec(config, where, num_target_layers)
-    draft = DFlashDraft(spec)
+    draft = DFlashDraft(DraftSpec.from_hf_config(_flat(config, where), str(where)))
     body = {name: tensor.to(torch.float32) for name, tensor in tensors.items() if name not in NOT_THE_DRAFTS}
     try:
         draft.load_state_dict(body)
@@ -146,76 +146,28 @@ def read_speculators(folder: Path, num_target_layers: int | None = None) -> DFla
     return draft.eval()
 
 
-def _read_spec(config: Any, where: Path, num_target_layers: int | None) -> DraftSpec:
+def _flat(config: Any, where: Path) -> dict[str, Any]:
+    """The same draft's configuration in the z-lab format, whose reader looks at everything that is not this format's own."""
     if not isinstance(config, dict) or "speculators_model_type" not in config:
-        raise DataError(f"{where}: key speculators_model_type is missing; not a draft in the speculators format")
+        raise ConfigError(f"{where}: key 'speculators_model_type' is missing; not a draft in the speculators format")
     if config["speculators_model_type"] != "dflash":
-        raise DataError(f"{where}: speculators_model_type is {config['speculators_model_type']!r}; only dflash can be read")
-    nested = config.get("transformer_layer_config")
+        raise ConfigError(
+            f"{where}: speculators_model_type: {config['speculators_model_type']!r} is not supported; only dflash is"
+        )
+    nested, ids = config.get("transformer_layer_config"), config.get("aux_hidden_state_layer_ids")
     if not isinstance(nested, dict):
-        raise DataError(f"{where}: key transformer_layer_config is missing")
-    for key in _SIZES:
-        _positive(nested.get(key), f"{where}: transformer_layer_config.{key}")
-    theta = _rope_theta(nested, where)
-    _refuse_other_kinds(config, nested, where)
-    block_size = _positive(config.get("block_size"), f"{where}: block_size")
-    layers = _positive(
-        config.get("num_target_layers", num_target_layers), f"{where}: num_target_layers, which only the target can tell"
-    )
-    mask = config.get("mask_token_id")
-    if type(mask) is not int or not 0 <= mask < nested["vocab_size"]:
-        raise DataError(f"{where}: mask_token_id is {mask!r}, not one of {nested['vocab_size']} rows of the embedding")
-    dflash = {"block_size": block_size, "mask_token_id": mask, "target_layer_ids": _tapped(config, layers, where)}
-    flat = {"tie_word_embeddings": False, **nested, "rope_theta": theta, "num_target_layers": layers, "dflash_config": dflash}
-    return DraftSpec.from_hf_config(flat, str(where))
-
-
-def _tapped(config: dict[str, Any], num_target_layers: int, where: Path) -> list[int]:
-    """Ids of the tapped layers, from 0. Id 0 of this format would be the embedding, which is no layer's output."""
-    ids = config.get("aux_hidden_state_layer_ids")
-    allowed = range(1, num_target_layers + 1)
-    if not isinstance(ids, list) or not ids or any(type(i) is not int or i not in allowed for i in ids):
-        raise DataError(f"{where}: aux_hidden_state_layer_ids is {ids!r}, not a list of ids from 1 to {num_target_layers}")
-    return [i - 1 for i in ids]
-
-
-def _rope_theta(nested: dict[str, Any], where: Path) -> float:
-    """The rotary base; full rotation without scaling is all there is."""
-    rope = nested.get("rope_parameters") or nested.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise DataError(f"{where}: transformer_layer_config.rope_parameters is {rope!r}, not an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    partial = rope.get("partial_rotary_factor", nested.get("partial_rotary_factor")) or 1.0
-    if kind != "default" or partial != 1.0 or "mrope_section" in rope:
-        raise DataError(f"{where}: transformer_layer_config has other rotary embeddings than the plain ones: {json.dumps(rope)}")
-    theta = rope.get("rope_theta", nested.get("rope_theta"))
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
-        raise DataError(f"{where}: transformer_layer_config.rope_parameters.rope_theta is {theta!r}, not a positive number")
-    return float(theta)
-
-
-def _refuse_other_kinds(config: dict[str, Any], nested: dict[str, Any], where: Path) -> None:
-    """Raise for a draft that would load, or nearly, and then compute something else than its authors trained."""
-    vocabulary = nested["vocab_size"]
-    at_top: list[tuple[str, Any, tuple[Any, ...], str]] = [
-        ("draft_vocab_size", vocabulary, (vocabulary,), "a draft predicts the target's whole vocabulary here"),
-        ("target_hidden_size", None, (None, nested["hidden_size"]), "a draft is as wide as its target here"),
-        ("sample_from_anchor", False, (False,), "slot 0 is the anchor and predicts nothing here"),
-    ]
-    below: list[tuple[str, Any, tuple[Any, ...], str]] = [
-        ("hidden_act", "silu", ("silu",), "the MLP is SwiGLU here"),
-        ("attention_bias", False, (False,), "no projection has a bias here"),
-    ]
-    for prefix, values, rules in (("", config, at_top), ("transformer_layer_config.", nested, below)):
-        for key, default, allowed, reason in rules:
-            value = values.get(key, default)
-            if value not in allowed:
-                raise DataError(f"{where}: {prefix}{key} is {value!r}; {reason}")
-    if "sliding_attention" in (nested.get("layer_types") or []):
-        raise DataError(f"{where}: transformer_layer_config.layer_types has sliding layers, which are not built here")
-
-
-def _positive(value: Any, what: str) -> int:
-    if type(value) is not int or value < 1:
-        raise DataError(f"{what} is {value!r}, not a whole number above 0")
-    return value
+        raise ConfigError(f"{where}: transformer_layer_config: {nested!r} is not an object")
+    # Id 0 would be the embedding, which is no layer's output.
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 1 for i in ids):
+        raise ConfigError(f"{where}: aux_hidden_state_layer_ids: {ids!r} is not a list of whole numbers above 0")
+    if config.get("sample_from_anchor"):
+        raise ConfigError(f"{where}: sample_from_anchor: true is not supported; slot 0 is the anchor and predicts nothing here")
+    kinds = nested.get("layer_types")
+    if isinstance(kinds, list) and SLIDING in kinds and config.get("sliding_window_non_causal") is not True:
+        raise ConfigError(f"{where}: sliding_window_non_causal: not true; sliding layers are causal then, which is not supported")
+    return {
+        **{key: value for key, value in nested.items() if key not in _NOT_NESTED},
+        **{key: config.get(key) for key in _BESIDE},
+        "is_causal": nested.get("is_causal") or False,  # layers of full attention are never causal in speculators
+        "dflash_config": {"target_layer_ids": [i - 1 for i in ids]},
+    }
