@@ -1,6 +1,6 @@
 """A draft of ours, exported and loaded by the speculators library: the same states, logits, loss and gradients?
 
-    .venv-peers/bin/python -m benchmarks.speculators_parity
+    .venv-peers/bin/python -m benchmarks.speculators_parity [--only-tiny]
 
 Three cases, all in fp32 on the CPU, with the same tokens, anchors and weights on both sides (random weights, norms included):
 
@@ -18,6 +18,7 @@ their weights; its loss is compared with our sum over its divisor.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -132,6 +133,9 @@ def sees_its_anchor(model: Any, batch: Batch) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--only-tiny", action="store_true", help="leave SmolLM2's shape out: seconds")
+    shapes = {} if parser.parse_args().only_tiny else ROWS
     torch.manual_seed(0)
     print(f"speculators {version('speculators')}, torch {torch.__version__}, {torch.get_num_threads()} threads, fp32")
     print(f"{'':<38}{'states':>10}{'logits':>10}{'loss':>10}{'gradients':>11}")
@@ -143,7 +147,7 @@ def main() -> int:
             model = load_peer(folder / "tiny", attention)
             worst.append(compare(f"tiny target, 3 layers, {attention}", draft, rows, model, batch, peer_batch))
         print(f"change of the last block after changing the context {sees_its_anchor(model, peer_batch)}")
-        for name, spec in ROWS.items():
+        for name, spec in shapes.items():
             rows = random_verifier(folder / name / "verifier", spec)
             draft, batch = random_draft(spec), Batch.make(spec, LENGTH, ANCHORS)
             export(folder / name / "draft", draft, *rows, folder / name / "verifier")

@@ -11,9 +11,9 @@ same AdamW over the same parameters). Both compute the weighted cross-entropy of
   for its default attention needs a compiler and its fused losses need Triton. Its step has one more pass through the head, for
   its labels are the argmax of the verifier's logits; ours come with the batch.
 
-Time: all in one process, in turns, the first changing from round to round; medians of the wall and the processor time, and the
-median over the rounds of the ratio within a round, by either clock. Memory: each in a process of its own; the peak of the resident set over two steps, less the resident set
-before the first, when weights and batch are there (gradients count).
+Time: all in one process, in turns, the first changing from round to round; medians of the wall and the processor time, and
+the median over the rounds of the ratio within a round, by either clock. Memory: each in a process of its own; the peak of the
+resident set over two steps, less the resident set before the first, when weights and batch are there (gradients count).
 """
 
 from __future__ import annotations
