@@ -85,8 +85,7 @@ def compare(name: str, draft: DFlashDraft, rows: tuple[Tensor, Tensor], model: A
     other.backward()
     theirs = dict(model.named_parameters())
     gradients = max(
-        ((p.grad / divisor - theirs[key].grad).norm() / theirs[key].grad.norm()).item()  # type: ignore[operator]
-        for key, p in draft.named_parameters()
+        ((p.grad / divisor - theirs[key].grad).norm() / theirs[key].grad.norm()).item() for key, p in draft.named_parameters()
     )
     loss_apart = abs(loss - other).item() / abs(other.item())
     print(f"{name:<38}{apart:>10.1e}{logits_apart:>10.1e}{loss_apart:>10.1e}{gradients:>11.1e}", flush=True)
@@ -133,7 +132,7 @@ def sees_its_anchor(model: Any, batch: Batch) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only-tiny", action="store_true", help="leave SmolLM2's shape out: seconds")
     shapes = {} if parser.parse_args().only_tiny else ROWS
     torch.manual_seed(0)

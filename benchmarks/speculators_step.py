@@ -13,7 +13,7 @@ same AdamW over the same parameters). Both compute the weighted cross-entropy of
 
 Time: all in one process, in turns, the first changing from round to round; medians of the wall and the processor time, and
 the median over the rounds of the ratio within a round, by either clock. Memory: each in a process of its own; the peak of the
-resident set over two steps, less the resident set before the first, when weights and batch are there (gradients count).
+resident set during the first step, less the resident set before it, when weights and batch are there (gradients count).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def resident(field: str) -> int:
 
 
 def measure_memory(side: str, row: str, folder: Path) -> dict[str, float]:
-    """Peak of two steps above what was there before them, and what that was, in MiB."""
+    """Peak of a step above what was there before it, and what that was, in MiB."""
     step = make_step(side, row, folder)
     gc.collect()
     try:
@@ -104,8 +104,7 @@ def measure_memory(side: str, row: str, folder: Path) -> dict[str, float]:
         before, how = resident("VmRSS"), "VmHWM"
     except OSError:  # not Linux, or not allowed: then the peak of loading counts for the start
         before, how = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "ru_maxrss"
-    for _ in range(2):
-        step()
+    step()
     peak = resident("VmHWM") if how == "VmHWM" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"before": before / 2**20, "growth": (peak - before) / 2**20}
 
@@ -154,8 +153,8 @@ def compare(row: str, folder: Path, rounds: int, threads: int) -> bool:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--memory", nargs=3, metavar=("SIDE", "ROW", "FOLDER"), help="measure one side's memory, for this script's own use"
