@@ -166,16 +166,18 @@ def test_any_spec_survives(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert read_speculators(tmp_path).spec == spec
 
 
-def test_a_tied_head_is_written_twice_and_in_the_format_asked_for(tmp_path: Path) -> None:
-    embedding = rows(1)
-    write_speculators(tmp_path, random_draft(), embedding, embedding, "org/target", {}, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_is_written_twice_and_in_the_format_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
+    embedding, name = rows(1), str(dtype).removeprefix("torch.")
+    write_speculators(tmp_path, random_draft(), embedding, embedding, "org/target", {}, dtype)
     tensors = load_file(tmp_path / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    assert torch.equal(tensors["lm_head.weight"], embedding.bfloat16())
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+    assert torch.equal(tensors["embed_tokens.weight"], embedding.to(dtype))
+    assert torch.equal(tensors["lm_head.weight"], embedding.to(dtype))
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["dtype"] == config["transformer_layer_config"]["dtype"] == "bfloat16"
+    assert config["dtype"] == config["transformer_layer_config"]["dtype"] == name
     assert config["speculators_config"]["verifier"]["architectures"] == []
-    assert torch.equal(read_speculators(tmp_path).fc.weight, random_draft().fc.weight.bfloat16().float())
+    assert torch.equal(read_speculators(tmp_path).fc.weight, random_draft().fc.weight.to(dtype).float())
 
 
 @pytest.mark.parametrize("which", ["embed_tokens.weight", "lm_head.weight"])
