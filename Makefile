@@ -9,7 +9,7 @@ PEERS := .venv-peers
 export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: demo test test-slow lint format types imports check smollm2 peers benchmarks server-stop clean
+.PHONY: demo test test-slow lint format types imports check smollm2 peers benchmarks speculators server-stop clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m flows.experiment flows/experiments/demo.yaml
@@ -54,6 +54,11 @@ benchmarks: $(INSTALLED) $(PEERS)/.installed
 	$(BIN)/python benchmarks/order.py
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/tokenizing.py
+
+# An exported draft in the speculators library, and its training step against ours (benchmarks/README.md).
+speculators: $(INSTALLED) $(PEERS)/.installed
+	$(PEERS)/bin/python -m benchmarks.speculators_parity
+	$(PEERS)/bin/python -m benchmarks.speculators_step
 
 $(PEERS)/.installed: benchmarks/requirements-peers.txt $(INSTALLED)
 	test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)

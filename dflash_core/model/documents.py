@@ -31,12 +31,15 @@ class Documents(NamedTuple):
     starts_RA: Tensor
 
 
-def context_windows(anchors_RA: Tensor, starts_RA: Tensor, group_size: int) -> Windows:
+def context_windows(anchors_RA: Tensor, starts_RA: Tensor, group_size: int, sliding_window: int | None = None) -> Windows:
     """For each group of `group_size` neighbouring anchors, the part of the row that holds all they can see.
 
-    It runs from the first start of their documents to their last anchor. Tensors on a GPU are waited for, so that windows
-    are computed from the batch before it is copied there.
+    It runs from the first start of their documents to their last anchor; with a sliding window only from where its first
+    anchor reaches back to (`model/attention.py`). Tensors on a GPU are waited for, so that windows are computed from the
+    batch before it is copied there.
     """
+    if sliding_window is not None:
+        starts_RA = starts_RA.maximum(anchors_RA - (sliding_window - 1))
     groups = (slice(first, first + group_size) for first in range(0, anchors_RA.shape[1], group_size))
     return [(int(starts_RA[:, group].min()), int(anchors_RA[:, group].max())) for group in groups]
 

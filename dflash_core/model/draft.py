@@ -2,30 +2,56 @@
 
 Queries come from the block states alone; keys and values come from the context (the target's tapped states, projected
 once) and from the block, through the same projections. A query of anchor `a` sees context positions strictly before
-`a` and every slot of its own block, nothing else. Sorted anchors are taken in groups of neighbours, each with the context
-up to its last anchor and the group's own blocks: a fused attention kernel does the rest, and the cost is about
-Q x S / 2 for Q block positions and not Q x (S + Q) (measured in benchmarks/draft_attention.py).
+`a` and every slot of its own block, nothing else; in a sliding layer only those near it. The rule and the ways to attend by
+it are in `attention.py`; CUDA devices take `attention_flex.py` where it runs.
 
 In a packed row a query sees its own document's context alone, and positions count from the document's start.
 
 Shapes: R rows, S context positions, A anchors, K slots of a block, D hidden, T taps, N query heads, M key-value heads,
-G = N / M, E head dimension. The embedding and the head are the target's and are not part of this module.
+E head dimension. The embedding and the head are the target's and are not part of this module.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
-from dflash_core.model.documents import Documents, Windows, context_windows
+from dflash_core.model.attention import (
+    ANCHORS_PER_GROUP,
+    Attend,
+    KeyValue,
+    anchor_groups,
+    group_size,
+    grouped_attention,
+)
+from dflash_core.model.attention_flex import (
+    FEWEST_QUERIES,
+    compiled_flex,
+    flex_attention_of_blocks,
+    flex_works,
+    sparse_mask,
+)
+from dflash_core.model.documents import Documents, Windows
 from dflash_core.model.spec import DraftSpec
 
-# Neighbouring anchors that share one attention call. On a CPU small groups are fastest (benchmarks/draft_attention.py); on a
-# GPU every call costs a launch.
-ANCHORS_PER_GROUP = {"cpu": 8, "cuda": 128}
+__all__ = [
+    "ANCHORS_PER_GROUP", "AttentionPath", "DFlashDraft", "DraftAttention", "DraftLayer", "DraftMLP", "KeyValue", "RMSNorm",
+    "anchor_groups", "attention_path", "embed_blocks", "group_size", "rotary_angles", "rotate",
+]  # fmt: skip
+
+AttentionPath = Literal["grouped", "flex", "flex_uncompiled"]
+
+
+def attention_path(spec: DraftSpec, device: torch.device, dtype: torch.dtype, num_queries: int) -> AttentionPath:
+    """How `num_queries` block positions of a row attend on a device: FlexAttention on CUDA where it runs and there are many."""
+    if device.type != "cuda" or num_queries < FEWEST_QUERIES:
+        return "grouped"
+    return "flex" if flex_works(device, spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype) else "grouped"
 
 
 class RMSNorm(nn.Module):
@@ -40,13 +66,6 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
-class KeyValue(NamedTuple):
-    """Keys (normed and rotated) and values, both [R, M, positions, E]."""
-
-    key: Tensor
-    value: Tensor
-
-
 def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin, [..., head_dim], fp32, for integer positions [...]; the halves of the head are rotated as one pair."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
@@ -59,66 +78,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of [..., E] with cos and sin that broadcast to it."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
-
-
-class AnchorGroup(NamedTuple):
-    """Anchors `first` to `last` of every row, the context they can reach, and what each of their slots sees.
-
-    The context is that from `begin` to `end`. `seen` is [R, 1, Q, end - begin + Q] for the group's Q queries: context of
-    the document strictly before the anchor, and the own block, so that no query is left without a key.
-    """
-
-    first: int
-    last: int
-    begin: int
-    end: int
-    seen: Tensor
-
-
-def group_size(device: torch.device) -> int:
-    """Neighbouring anchors that share one attention call on this kind of device."""
-    return ANCHORS_PER_GROUP.get(device.type, 128)
-
-
-def _windows(anchors_RA: Tensor, starts_RA: Tensor | None, context_length: int) -> Windows:
-    size = group_size(anchors_RA.device)
-    if anchors_RA.is_cuda:  # reading the bounds would wait for the device
-        return [(0, context_length)] * -(-anchors_RA.shape[1] // size)
-    starts = torch.zeros_like(anchors_RA) if starts_RA is None else starts_RA
-    return [(begin, min(context_length, end)) for begin, end in context_windows(anchors_RA, starts, size)]
-
-
-def anchor_groups(
-    anchors_RA: Tensor,
-    num_slots: int,
-    context_length: int,
-    starts_RA: Tensor | None = None,
-    windows: Windows | None = None,
-) -> list[AnchorGroup]:
-    """Cut the anchors into groups of neighbours. Shared by all layers of a forward pass.
-
-    Anchors are sorted, so a group needs the context only from the first start of its documents to its last anchor.
-
-    Args:
-        starts_RA: where the anchor's document starts; None: every row is one sequence.
-        windows: context of each group, where it is known already (`context_windows`); None looks it up on a CPU, and takes
-            the whole context on a GPU.
-    """
-    groups = []
-    size = group_size(anchors_RA.device)
-    slots = torch.arange(size, device=anchors_RA.device).repeat_interleave(num_slots)
-    windows = _windows(anchors_RA, starts_RA, context_length) if windows is None else windows
-    for first, (begin, end) in zip(range(0, anchors_RA.shape[1], size), windows, strict=True):
-        group = anchors_RA[:, first : first + size]
-        places = torch.arange(begin, end, device=group.device)
-        # Strictly before the anchor: seeing position a itself would leak the next token.
-        seen = places < group.repeat_interleave(num_slots, dim=1).unsqueeze(-1)
-        if starts_RA is not None:
-            seen &= places >= starts_RA[:, first : first + size].repeat_interleave(num_slots, dim=1).unsqueeze(-1)
-        own = slots[: group.shape[1] * num_slots]
-        same = (own.unsqueeze(1) == own.unsqueeze(0)).expand(len(group), -1, -1)
-        groups.append(AnchorGroup(first, first + group.shape[1], begin, end, torch.cat([seen, same], dim=-1).unsqueeze(1)))
-    return groups
 
 
 class DraftAttention(nn.Module):
@@ -139,28 +98,16 @@ class DraftAttention(nn.Module):
         key = rotate(self.k_norm(self.k_proj(x_RLD).view(heads)).transpose(1, 2), cos_RLE.unsqueeze(1), sin_RLE.unsqueeze(1))
         return KeyValue(key, self.v_proj(x_RLD).view(heads).transpose(1, 2))
 
-    def forward(self, x_RAKD: Tensor, context: KeyValue, groups: list[AnchorGroup], cos: Tensor, sin: Tensor) -> Tensor:
-        """Attention output [R, A, K, D], one group of anchors at a time."""
+    def forward(self, x_RAKD: Tensor, context: KeyValue, attend: Attend, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention output [R, A, K, D]; `attend` knows what each query sees."""
         rows, anchors, slots, _ = x_RAKD.shape
         e, flat = self.head_dim, (rows, anchors * slots)
         cos, sin = cos.view(*flat, e), sin.view(*flat, e)
         x = x_RAKD.reshape(*flat, -1)
         query = self.q_norm(self.q_proj(x).view(*flat, self.num_heads, e)).transpose(1, 2)
         query = rotate(query, cos.unsqueeze(1), sin.unsqueeze(1))
-        block = self.key_value(x, cos, sin)
-        mixed = []
-        for group in groups:
-            own, reach = slice(group.first * slots, group.last * slots), slice(group.begin, group.end)
-            key = torch.cat([context.key[:, :, reach], block.key[:, :, own]], dim=2)
-            value = torch.cat([context.value[:, :, reach], block.value[:, :, own]], dim=2)
-            if key.is_cuda:  # with grouped heads and a mask, a GPU may fall back to a kernel that keeps all scores
-                key, value = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (key, value))
-            gqa = key.shape[1] != self.num_heads
-            mixed.append(
-                functional.scaled_dot_product_attention(query[:, :, own], key, value, attn_mask=group.seen, enable_gqa=gqa)
-            )
-        joined = torch.cat(mixed, dim=2).transpose(1, 2).reshape(rows, anchors, slots, self.num_heads * e)
-        out: Tensor = self.o_proj(joined)
+        mixed = attend(query, context, self.key_value(x, cos, sin))
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, anchors, slots, self.num_heads * e))
         return out
 
 
@@ -186,18 +133,22 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = DraftMLP(spec)
 
-    def forward(self, x_RAKD: Tensor, context: KeyValue, groups: list[AnchorGroup], cos: Tensor, sin: Tensor) -> Tensor:
-        x_RAKD = x_RAKD + self.self_attn(self.input_layernorm(x_RAKD), context, groups, cos, sin)
+    def forward(self, x_RAKD: Tensor, context: KeyValue, attend: Attend, cos: Tensor, sin: Tensor) -> Tensor:
+        x_RAKD = x_RAKD + self.self_attn(self.input_layernorm(x_RAKD), context, attend, cos, sin)
         out: Tensor = x_RAKD + self.mlp(self.post_attention_layernorm(x_RAKD))
         return out
 
 
 class DFlashDraft(nn.Module):
-    """The trained model. Parameter names are those of the z-lab export."""
+    """The trained model. Parameter names are those of the z-lab export.
 
-    def __init__(self, spec: DraftSpec) -> None:
+    Args:
+        attention: the way to attend; None: what `attention_path` says of each call.
+    """
+
+    def __init__(self, spec: DraftSpec, attention: AttentionPath | None = None) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.attention = spec, attention
         taps = len(spec.target_layer_ids)
         self.fc = nn.Linear(taps * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -232,6 +183,25 @@ class DFlashDraft(nn.Module):
         cos, sin = rotary_angles(positions_RS, self.spec.head_dim, self.spec.rope_theta)
         return [layer.self_attn.key_value(states, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
 
+    def _ways_to_attend(
+        self, anchors_RA: Tensor, context: KeyValue, num_slots: int, starts_RA: Tensor | None, windows: Windows | None
+    ) -> dict[int | None, Attend]:
+        """For each sliding window that a layer has (None: a full layer), the attention that all such layers share."""
+        length, dtype = context.key.shape[2], context.key.dtype
+        path = self.attention or attention_path(self.spec, anchors_RA.device, dtype, anchors_RA.shape[1] * num_slots)
+        ways: dict[int | None, Attend] = {}
+        for window in set(self.spec.layer_windows):
+            if path == "grouped":
+                # Windows known beforehand are those of full layers: right for a sliding one, but wider than it needs.
+                known = windows if window is None or anchors_RA.is_cuda else None
+                groups = anchor_groups(anchors_RA, num_slots, length, starts_RA, known, window)
+                ways[window] = partial(grouped_attention, groups=groups, num_slots=num_slots)
+            else:
+                mask = sparse_mask(anchors_RA, num_slots, length, starts_RA, window)
+                operator = compiled_flex() if path == "flex" else flex_attention
+                ways[window] = partial(flex_attention_of_blocks, mask=mask, attend=operator)
+        return ways
+
     def blocks(
         self,
         x_RAKD: Tensor,
@@ -244,9 +214,9 @@ class DFlashDraft(nn.Module):
         slots = torch.arange(x_RAKD.shape[2], device=x_RAKD.device)
         positions_RA = anchors_RA if starts_RA is None else anchors_RA - starts_RA
         cos, sin = rotary_angles(positions_RA.unsqueeze(-1) + slots, self.spec.head_dim, self.spec.rope_theta)
-        groups = anchor_groups(anchors_RA, x_RAKD.shape[2], context[0].key.shape[2], starts_RA, windows)
-        for layer, key_value in zip(self.layers, context, strict=True):
-            x_RAKD = layer(x_RAKD, key_value, groups, cos, sin)
+        ways = self._ways_to_attend(anchors_RA, context[0], x_RAKD.shape[2], starts_RA, windows)
+        for layer, key_value, window in zip(self.layers, context, self.spec.layer_windows, strict=True):
+            x_RAKD = layer(x_RAKD, key_value, ways[window], cos, sin)
         out: Tensor = self.norm(x_RAKD)
         return out
 
