@@ -77,8 +77,9 @@ def merged(query: Tensor, context: KeyValue, block: KeyValue, groups: list[Ancho
         own, reach = slice(group.first * slots, group.last * slots), slice(group.begin, group.end)
         q, rows = query[:, :, own], len(query)
         key, value, own_key, own_value = (
-            t[:, :, part].repeat_interleave(share, dim=1) for t, part in zip((*context, *block), (reach, reach, own, own), strict=True)
-        )  # fmt: skip
+            t[:, :, part].repeat_interleave(share, dim=1)
+            for t, part in zip((*context, *block), (reach, reach, own, own), strict=True)
+        )
         far = (q @ key.mT).masked_fill(~group.seen[..., : group.end - group.begin], -torch.inf)
         near = together(apart(q, slots) @ apart(own_key, slots).mT, rows)
         most = torch.maximum(far.amax(-1, keepdim=True), near.amax(-1, keepdim=True)).detach()

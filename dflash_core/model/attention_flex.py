@@ -137,7 +137,7 @@ def flex_works(device: torch.device, heads: int, kv_heads: int, head_dim: int, d
         return True
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # what a compiler and its tool chain raise has no class in common
+    except Exception as error:  # noqa: BLE001 - what a compiler and its tool chain raise has no class in common
         reason = (str(error).strip().splitlines() or [""])[0]
         log.warning("%s: attention runs in groups of anchors; no FlexAttention (%s: %s)", device, type(error).__name__, reason)
         return False
