@@ -133,7 +133,7 @@ def flex_works(device: torch.device, heads: int, kv_heads: int, head_dim: int, d
                 for length in (9, 2 * TILE)
             )
             mask = sparse_mask(anchors, TILE // 4, 9)
-            flex_attention_of_blocks(query, context, block, mask, compiled_flex()).sum().backward()
+            torch.autograd.backward(flex_attention_of_blocks(query, context, block, mask, compiled_flex()).sum())
         return True
     except torch.OutOfMemoryError:
         raise

@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.flex_attention import flex_attention
 
 from dflash_core.model.attention import (
     ANCHORS_PER_GROUP,
@@ -198,8 +197,8 @@ class DFlashDraft(nn.Module):
                 ways[window] = partial(grouped_attention, groups=groups, num_slots=num_slots)
             else:
                 mask = sparse_mask(anchors_RA, num_slots, length, starts_RA, window)
-                operator = compiled_flex() if path == "flex" else flex_attention
-                ways[window] = partial(flex_attention_of_blocks, mask=mask, attend=operator)
+                compiled = {"attend": compiled_flex()} if path == "flex" else {}
+                ways[window] = partial(flex_attention_of_blocks, mask=mask, **compiled)
         return ways
 
     def blocks(
