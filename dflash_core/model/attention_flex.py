@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 TILE = 128
 # Fewer queries than a tile (decoding: one block) are served as well by one plain call, without compiling for it.
 FEWEST_QUERIES = TILE
+# All scores kept: for comparing, and nothing else.
+UNCOMPILED_FLEX: Callable[..., Any] = flex_attention
 
 
 def _whole_tiles(length: int) -> int:
@@ -104,7 +106,7 @@ def _joined(context: Tensor, block: Tensor) -> Tensor:
 
 
 def flex_attention_of_blocks(
-    query: Tensor, context: KeyValue, block: KeyValue, mask: BlockMask, attend: Callable[..., Any] = flex_attention
+    query: Tensor, context: KeyValue, block: KeyValue, mask: BlockMask, attend: Callable[..., Any] = UNCOMPILED_FLEX
 ) -> Tensor:
     """Attention of all queries [R, N, Q, E]. `attend` is FlexAttention, compiled or (slow, all scores kept) not."""
     queries = query.shape[2]

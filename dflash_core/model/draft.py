@@ -30,6 +30,7 @@ from dflash_core.model.attention import (
 )
 from dflash_core.model.attention_flex import (
     FEWEST_QUERIES,
+    UNCOMPILED_FLEX,
     compiled_flex,
     flex_attention_of_blocks,
     flex_works,
@@ -197,8 +198,8 @@ class DFlashDraft(nn.Module):
                 ways[window] = partial(grouped_attention, groups=groups, num_slots=num_slots)
             else:
                 mask = sparse_mask(anchors_RA, num_slots, length, starts_RA, window)
-                compiled = {"attend": compiled_flex()} if path == "flex" else {}
-                ways[window] = partial(flex_attention_of_blocks, mask=mask, **compiled)
+                operator = compiled_flex() if path == "flex" else UNCOMPILED_FLEX
+                ways[window] = partial(flex_attention_of_blocks, mask=mask, attend=operator)
         return ways
 
     def blocks(
