@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 TILE = 128
 # Fewer queries than a tile (decoding: one block) are served as well by one plain call, without compiling for it.
 FEWEST_QUERIES = TILE
+# All scores kept: for comparing, and nothing else.
+UNCOMPILED_FLEX: Callable[..., Any] = flex_attention
 
 
 def _whole_tiles(length: int) -> int:
@@ -104,7 +106,7 @@ def _joined(context: Tensor, block: Tensor) -> Tensor:
 
 
 def flex_attention_of_blocks(
-    query: Tensor, context: KeyValue, block: KeyValue, mask: BlockMask, attend: Callable[..., Any] = flex_attention
+    query: Tensor, context: KeyValue, block: KeyValue, mask: BlockMask, attend: Callable[..., Any] = UNCOMPILED_FLEX
 ) -> Tensor:
     """Attention of all queries [R, N, Q, E]. `attend` is FlexAttention, compiled or (slow, all scores kept) not."""
     queries = query.shape[2]
@@ -133,11 +135,11 @@ def flex_works(device: torch.device, heads: int, kv_heads: int, head_dim: int, d
                 for length in (9, 2 * TILE)
             )
             mask = sparse_mask(anchors, TILE // 4, 9)
-            flex_attention_of_blocks(query, context, block, mask, compiled_flex()).sum().backward()
+            torch.autograd.backward(flex_attention_of_blocks(query, context, block, mask, compiled_flex()).sum())
         return True
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # what a compiler and its tool chain raise has no class in common
+    except Exception as error:  # noqa: BLE001 - what a compiler and its tool chain raise has no class in common
         reason = (str(error).strip().splitlines() or [""])[0]
         log.warning("%s: attention runs in groups of anchors; no FlexAttention (%s: %s)", device, type(error).__name__, reason)
         return False

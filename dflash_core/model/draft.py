@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.flex_attention import flex_attention
 
 from dflash_core.model.attention import (
     ANCHORS_PER_GROUP,
@@ -31,6 +30,7 @@ from dflash_core.model.attention import (
 )
 from dflash_core.model.attention_flex import (
     FEWEST_QUERIES,
+    UNCOMPILED_FLEX,
     compiled_flex,
     flex_attention_of_blocks,
     flex_works,
@@ -198,7 +198,7 @@ class DFlashDraft(nn.Module):
                 ways[window] = partial(grouped_attention, groups=groups, num_slots=num_slots)
             else:
                 mask = sparse_mask(anchors_RA, num_slots, length, starts_RA, window)
-                operator = compiled_flex() if path == "flex" else flex_attention
+                operator = compiled_flex() if path == "flex" else UNCOMPILED_FLEX
                 ways[window] = partial(flex_attention_of_blocks, mask=mask, attend=operator)
         return ways
 

@@ -51,17 +51,24 @@ def _attend(layer: DraftLayer, state: Tensor, position: int, seen: list[list[tup
 
 
 def reference_block(draft: DFlashDraft, features_SF: Tensor, x_KD: Tensor, anchor: int) -> Tensor:
-    """Final states [K, D] of one block at `anchor` over one row of features [S, T * D]."""
-    theta = draft.spec.rope_theta
+    """Final states [K, D] of one block at `anchor` over one row of features [S, T * D].
+
+    In a sliding layer a query at position p sees what stands nearer to p than the window, before and behind it.
+    """
+    spec = draft.spec
     context = [_norm(draft.fc(features_SF[s]), draft.hidden_norm) for s in range(anchor)]
     states = list(x_KD)
-    for layer in draft.layers:
+    for layer, kind in zip(draft.layers, spec.layer_types, strict=True):
         assert isinstance(layer, DraftLayer)
+        reach = spec.sliding_window if kind == "sliding_attention" else None
         normed = [_norm(state, layer.input_layernorm) for state in states]
-        seen = [_keys_and_values(layer, state, s, theta) for s, state in enumerate(context)]
-        seen += [_keys_and_values(layer, state, anchor + k, theta) for k, state in enumerate(normed)]
-        states = [state + _attend(layer, normed[k], anchor + k, seen, theta) for k, state in enumerate(states)]
-        states = [state + layer.mlp(_norm(state, layer.post_attention_layernorm)) for state in states]
+        keys = [(s, _keys_and_values(layer, state, s, spec.rope_theta)) for s, state in enumerate(context)]
+        keys += [(anchor + k, _keys_and_values(layer, state, anchor + k, spec.rope_theta)) for k, state in enumerate(normed)]
+        updated = []
+        for p, state in enumerate(states, start=anchor):
+            seen = [key_values for place, key_values in keys if reach is None or abs(p - place) < reach]
+            updated.append(state + _attend(layer, normed[p - anchor], p, seen, spec.rope_theta))
+        states = [state + layer.mlp(_norm(state, layer.post_attention_layernorm)) for state in updated]
     return torch.stack([_norm(state, draft.norm) for state in states])
 
 

@@ -123,7 +123,9 @@ def _rope_theta(keys: _Keys) -> float:
             raise rope.error(kind, "angles by kind of layer are not supported")
         for key, accepted in ROPE_ONLY.items():
             if rope.get(key) not in accepted:
-                raise rope.error(key, f"{rope.get(key)!r} is not supported; draft angles are plain rotary ones over the whole head")
+                raise rope.error(
+                    key, f"{rope.get(key)!r} is not supported; draft angles are plain rotary ones over the whole head"
+                )
         places.append((rope, "rope_theta"))
     place, key = _same(keys, places, "rope_theta")
     return place.positive(key)
