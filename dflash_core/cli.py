@@ -234,8 +234,8 @@ def evaluate(
 def export(
     run_dir: Annotated[Path, typer.Argument(help="Run folder")],
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: export/ in the run folder")] = None,
-    form: Annotated[str, typer.Option("--format", help="zlab: config.json and model.safetensors for vLLM and SGLang")] = "zlab",
-    checkpoint: Annotated[str, typer.Option(help="newest, or the number of a step")] = "newest",
+    form: Annotated[str, typer.Option("--format", help="zlab (vLLM, SGLang) or speculators (vLLM)")] = "zlab",
+    checkpoint: Annotated[str, typer.Option(help="newest, best, or the number of a step")] = "newest",
     dtype: Annotated[str, typer.Option(help="Number format of the written weights: float32 or bfloat16")] = "float32",
     verify: Annotated[
         bool, typer.Option("--verify", help="Also run what was written and the checkpoint on the same blocks, and show how near")

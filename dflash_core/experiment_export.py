@@ -27,7 +27,7 @@ def export_run(
     Args:
         out: folder to write; default: `export/` of the run, or `export-FORMAT/` for other formats than z-lab's.
         form: a format of `dflash_core.export.FORMATS`.
-        checkpoint: `newest`, or the number of a step.
+        checkpoint: `newest`, `best` (by its score: measured before estimated), or the number of a step.
         dtype: number format of the written weights.
         verify: run the reloaded draft and the checkpoint's on the same blocks, and compare.
 
@@ -45,23 +45,23 @@ def export_run(
     run.read_manifest()
     found = _chosen(run, checkpoint)
     folder = out or (run.export if form == "zlab" else run.path / f"export-{form}")
-    target = _target(run) if verify else None
-    what = Exporting(found, folder, NUMBER_FORMATS[dtype], form, target)
+    target, name = _target(run) if verify or form == "speculators" else (None, "")
+    what = Exporting(found, folder, NUMBER_FORMATS[dtype], form, target, name)
     return {**export_draft(what, verify=verify), "checkpoint": found.name}
 
 
 def _chosen(run: RunFolder, which: str) -> Path:
     """The folder of the checkpoint that was asked for; it is whole."""
-    from dflash_core.training.checkpoint import check_checkpoint, newest_checkpoint
+    from dflash_core.training.checkpoint import best_checkpoint, check_checkpoint, newest_checkpoint
     from dflash_core.training.retention import by_step, checkpoint_folder
 
-    if which == "newest":
-        found = newest_checkpoint(run.checkpoints)
+    if which in ("newest", "best"):
+        found = newest_checkpoint(run.checkpoints) if which == "newest" else best_checkpoint(run.checkpoints)
         if found is None:
-            raise DataError(f"{run.path}: no checkpoint to export")
+            raise DataError(f"{run.path}: no checkpoint {'with a score ' if which == 'best' else ''}to export")
         return found[0]
     if not which.isdecimal():
-        raise ConfigError(f"--checkpoint {which}: not newest and not the number of a step")
+        raise ConfigError(f"--checkpoint {which}: not newest, best or the number of a step")
     folder = checkpoint_folder(run.checkpoints, int(which))
     if not folder.is_dir():
         there = ", ".join(str(int(path.name.removeprefix("step-"))) for path in by_step(run.checkpoints))
@@ -75,9 +75,14 @@ def _chosen(run: RunFolder, which: str) -> Path:
     return folder
 
 
-def _target(run: RunFolder) -> Path | None:
-    """The target's folder; None where it is not on this machine any more: final states are compared then."""
+def _target(run: RunFolder) -> tuple[Path | None, str]:
+    """The target's folder, and a name by which it can be loaded.
+
+    There is none where it is not on this machine any more: final states are compared then.
+    """
     try:
-        return target_folder(load_experiment(run.config))
+        config = load_experiment(run.config)
+        folder = target_folder(config)
     except ConfigError:
-        return None
+        return None, ""
+    return folder, str(folder) if config.target.path.startswith("package:") else config.target.path

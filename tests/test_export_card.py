@@ -13,6 +13,7 @@ import yaml
 from dflash_core.export import export_checkpoint
 from dflash_core.export.model_card import card_text, target_name
 from dflash_core.export.run_facts import RunFacts, Trained, read_run_facts
+from dflash_core.training.checkpoint import read_state
 from dflash_core.training.run_folder import RunFolder
 from tests.test_checkpoint_files import flip_in
 from tests.test_cli import dflash, only_line
@@ -146,6 +147,13 @@ def test_export_as_a_user_meets_it(
     assert result["verified"]["compared"] == "logits" and result["verified"]["max_difference"] == 0.0
     assert "Checkpoint: step 8" in (tmp_path / "half" / "README.md").read_text()
 
+    code, out, _ = export("--format", "speculators", "--verify", "--checkpoint", "best")
+    result = json.loads(out)
+    assert code == 0 and result["path"] == str(run_dir / "export-speculators") and result["verified"]["max_difference"] == 0.0
+    scores = {step: read_state(run_dir / "checkpoints" / f"step-{step:06d}")["score"] for step in (8, 10)}
+    assert result["step"] == max(scores, key=lambda step: scores[step])
+    assert "copies of the target's embedding" in (run_dir / "export-speculators" / "README.md").read_text()
+
     # An evaluation says what it has measured before the manifest has it.
     export_checkpoint(run_dir / "checkpoints" / "step-000010", run_dir / "export", evaluation=EVALUATION)
     assert "included: 3.46" in (run_dir / "export" / "README.md").read_text()
@@ -158,10 +166,10 @@ def test_export_as_a_user_meets_it(
 
     flip_in("model.safetensors")(run_dir / "checkpoints" / "step-000008")
     mistakes: list[tuple[tuple[object, ...], str]] = [
-        (("--format", "gguf"), "--format gguf: not one of zlab"),
+        (("--format", "gguf"), "--format gguf: not one of zlab, speculators"),
         (("--dtype", "float16"), "--dtype float16: not one of float32, bfloat16"),
         (("--checkpoint", 5), "step-000005: no such checkpoint; there are those of steps 8, 10"),
-        (("--checkpoint", "last"), "--checkpoint last: not newest"),
+        (("--checkpoint", "last"), "--checkpoint last: not newest, best or the"),
         (("--checkpoint", 8), "model.safetensors: damaged"),
         (("--out", run_dir), "which no export writes"),
         (("--out", micro_experiment), "is a file"),

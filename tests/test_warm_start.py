@@ -99,6 +99,36 @@ def test_copies_of_the_targets_rows_are_left_aside_with_a_word(published: Path, 
     assert "embed_tokens.weight and lm_head.weight not read" in caplog.text
 
 
+def _pop(*keys: str) -> Callable[[dict[str, Any]], None]:
+    def change(config: dict[str, Any]) -> None:
+        for key in keys:
+            place = config["dflash_config"] if key.startswith("inner ") else config
+            place.pop(key.removeprefix("inner "))
+
+    return change
+
+
+def _rope_of_transformers_5(config: dict[str, Any]) -> None:
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _pop("block_size"),
+        _pop("inner block_size"),
+        _pop("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "is_causal", "dtype"),
+        _pop("num_target_layers", "attention_bias"),
+        _rope_of_transformers_5,
+        lambda config: config.update(sliding_window=4096),  # of no layer
+        lambda config: config.update(head_dim=8, target_hidden_size=24, draft_vocab_size=31),
+    ],
+)
+def test_published_configs_that_leave_out_defaults_are_understood(published: Path, change: Any) -> None:
+    change_config(published, change)
+    assert check_initial_draft(published, SPEC) == []
+
+
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "layers": (
         lambda c: c.update(num_hidden_layers=3, layer_types=c["layer_types"][:1] * 3),
@@ -125,6 +155,11 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "base": (lambda c: c.update(rope_theta=1e6), "rope_theta is 1000000.0 there and 10000.0 here"),
     "two": (lambda c: c.update(vocab_size=32, rope_theta=1e6), "vocab_size is 32 .* rope_theta differ, too"),
     "no base": (lambda c: c.pop("rope_theta"), "key 'rope_theta' is missing"),
+    "yarn": (lambda c: c.update(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rope_type: 'yarn' is not supported"),
+    "biases": (lambda c: c.update(attention_bias=True), "attention_bias: True is not supported"),
+    "causal": (lambda c: c.update(is_causal=True), "is_causal: True is not supported"),
+    "block sizes": (lambda c: c.update(block_size=8), "block_size: 8, but dflash_config.block_size is 4"),
+    "another width of states": (lambda c: c.update(target_hidden_size=48), "target_hidden_size: 48 is not supported"),
     "no DFlash": (lambda c: c.pop("dflash_config"), "key 'dflash_config' is missing"),
 }
 

@@ -13,11 +13,12 @@ from dflash_core.errors import DataError
 from dflash_core.export.folder import CARD_FILE, export_folder
 from dflash_core.export.model_card import card_text
 from dflash_core.export.run_facts import read_run_facts
+from dflash_core.export.speculators import read_speculators, write_speculators
 from dflash_core.export.target_rows import read_target_rows
-from dflash_core.export.verify import compare_outputs, verify_zlab
+from dflash_core.export.verify import compare_outputs, compare_weights, verify_zlab
 from dflash_core.export.zlab import write_zlab
 from dflash_core.model.draft import DFlashDraft
-from dflash_core.model.weights import WEIGHTS_FILE, load_draft
+from dflash_core.model.weights import WEIGHTS_FILE, load_draft, read_config
 from dflash_core.provenance import digest_file
 
 
@@ -29,7 +30,8 @@ class Exporting:
         checkpoint: folder of a checkpoint; its run, if it lies in one, is what the model card tells of.
         folder: what is written, and replaced as a whole.
         dtype: number format of the written tensors.
-        target: the target's folder, where it is at hand; verification then compares logits.
+        target: the target's folder, where it is at hand; verification then compares logits, and some formats hold its rows.
+        target_name: name or folder by which an engine can load the target, for formats that say it.
         evaluation: what was measured of this checkpoint; None: what the run's manifest says.
     """
 
@@ -38,6 +40,7 @@ class Exporting:
     dtype: torch.dtype = torch.float32
     format: str = "zlab"
     target: Path | None = None
+    target_name: str = ""
     evaluation: Mapping[str, Any] | None = None
 
 
@@ -61,7 +64,24 @@ def _read_zlab(folder: Path, what: Exporting) -> DFlashDraft:
     return verify_zlab(folder, what.checkpoint, what.folder)
 
 
-FORMATS: dict[str, ExportFormat] = {"zlab": ExportFormat(_write_zlab, _read_zlab)}
+def _write_speculators(folder: Path, draft: DFlashDraft, what: Exporting) -> None:
+    rows = None if what.target is None else read_target_rows(what.target, draft.spec)
+    if what.target is None or rows is None:
+        raise DataError(f"{what.folder}: the speculators format holds the target's embedding and head, which were not found")
+    config = read_config(what.target)
+    write_speculators(folder, draft, rows.embedding_VD, rows.head_VD, what.target_name, config, what.dtype)
+
+
+def _read_speculators(folder: Path, what: Exporting) -> DFlashDraft:
+    draft = read_speculators(folder)
+    compare_weights(draft, what.checkpoint, what.dtype, what.folder)
+    return draft
+
+
+FORMATS: dict[str, ExportFormat] = {
+    "zlab": ExportFormat(_write_zlab, _read_zlab),
+    "speculators": ExportFormat(_write_speculators, _read_speculators),
+}
 
 
 def export_draft(what: Exporting, *, verify: bool = False) -> dict[str, Any]:

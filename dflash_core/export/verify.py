@@ -112,6 +112,15 @@ def _compare_tensors(written: dict[str, Tensor], saved: dict[str, Tensor], spec:
             raise DataError(f"{where}: tensor {name} differs from the checkpoint's in {different} of {tensor.numel()} numbers")
 
 
+def compare_weights(written: DFlashDraft, checkpoint: Path, dtype: torch.dtype, where: Path) -> None:
+    """Compare a reloaded draft's weights with the checkpoint's, rounded to `dtype`; raises DataError, which names a tensor."""
+    ours = written.state_dict()
+    for name, tensor in load_draft(checkpoint).state_dict().items():
+        different = int((ours[name] != tensor.to(dtype).float()).sum())
+        if different:
+            raise DataError(f"{where}: tensor {name} differs from the checkpoint's in {different} of {tensor.numel()} numbers")
+
+
 @torch.inference_mode()
 def compare_outputs(written: DFlashDraft, checkpoint: Path, dtype: torch.dtype, rows: TargetRows | None, where: Path) -> Any:
     """Run the draft that was made of the written files and that of the checkpoint on the same random blocks.
