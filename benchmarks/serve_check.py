@@ -219,11 +219,12 @@ def serve(python: Path, work: Path, mode: str, limit_s: float) -> dict[str, Any]
         with time_limit(limit_s):
             code = launch(command, log_file=log_file, cwd=work, env=environment, grace_s=GRACE_S)
     except TimeIsUp:
-        tail = "\n".join(last_lines(log_file, 5))
-        raise TrainingError(f"vLLM ({mode}) was ended after {limit_s:g} s (--time-limit); its last lines: {tail}") from None
-    if code or not result.is_file():
+        ended = f"was ended after {limit_s:g} s (--time-limit)"
+    else:
+        ended = f"ended with exit code {code}" if code or not result.is_file() else ""
+    if ended:
         print("\n".join(last_lines(log_file, 25)), file=sys.stderr)
-        raise TrainingError(f"vLLM ({mode}) ended with exit code {code}; its last lines are above, all of them in {log_file}")
+        raise TrainingError(f"vLLM ({mode}) {ended}; its last lines are above, all of them in {log_file}")
     served: dict[str, Any] = read_json(result)
     return served
 
