@@ -64,7 +64,7 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt $(INSTALLED)
 		-r benchmarks/requirements-peers.txt
 	touch $@
 
-# A drafter in the real vLLM against our own measurement (benchmarks/README.md, 'Serving check'): 2 GB, in an environment of
+# A drafter in the real vLLM against our own measurement (benchmarks/README.md, 'Serving check'): 1.5 GB, in an environment of
 # its own, which finds torch in the project's.   make serve-check RUN=workspace/runs/NAME ARGS='--minimum 2.0'
 serve-check: $(INSTALLED) $(SERVING)/.installed
 	@test -n "$(RUN)$(ARGS)" || { echo "error: say which run: make serve-check RUN=workspace/runs/NAME" >&2; exit 2; }

@@ -353,20 +353,20 @@ def work_folder(name: str) -> Iterator[Path]:
 
 def check(given: argparse.Namespace) -> int:
     if not given.python.is_file():
-        raise UserError(f"{given.python}: vLLM's environment is not there; {BUILT_BY} (3 GB)")
+        raise UserError(f"{given.python}: vLLM's environment is not there; {BUILT_BY} (1.5 GB)")
     with work_folder((given.run_dir or given.draft).absolute().name) as work:
         subject = subject_of_run(given.run_dir.absolute(), work) if given.run_dir else subject_of_folder(given)
         started = time.monotonic()
         request = make_request(subject, given)
         write_json(work / "request.json", request)
         print(f"our loop: {len(request['prompts'])} prompts in {time.monotonic() - started:.0f} s", flush=True)
-        served = [serve(given.python.absolute(), work, mode, given.time_limit) for mode in ("plain", "speculative")]
+        plain, speculative = (serve(given.python.absolute(), work, mode, given.time_limit) for mode in ("plain", "speculative"))
         limits = Limits(given.tolerance, given.minimum, given.prompts)
         try:
-            result = compare(request, *served, limits)
+            result = compare(request, plain, speculative, limits)
         except Incomparable as error:
             raise TrainingError(f"nothing to compare: {error}") from None
-        return finish(subject, request, result, served, given)
+        return finish(subject, request, result, [plain, speculative], given)
 
 
 def main() -> None:
