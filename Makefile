@@ -5,11 +5,16 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SMOLLM2 := $(VENV)/.smollm2
 PEERS := .venv-peers
+SERVING := .venv-serving
 # What a run needs stays inside the workspace, and nothing asks or reports anywhere.
 export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
+<<<<<<< HEAD
 .PHONY: demo test test-slow lint format types imports check smollm2 peers benchmarks speculators server-stop clean
+=======
+.PHONY: demo test test-slow lint format types imports check smollm2 peers benchmarks serve-check server-stop clean
+>>>>>>> serving
 
 demo: $(INSTALLED)
 	$(BIN)/python -m flows.experiment flows/experiments/demo.yaml
@@ -68,6 +73,22 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt $(INSTALLED)
 		-r benchmarks/requirements-peers.txt
 	touch $@
 
+# A drafter in the real vLLM against our own measurement (benchmarks/README.md, 'Serving check'): 1.5 GB, in an environment of
+# its own, which finds torch in the project's.   make serve-check RUN=workspace/runs/NAME ARGS='--minimum 2.0'
+serve-check: $(INSTALLED) $(SERVING)/.installed
+	@test -n "$(RUN)$(ARGS)" || { echo "error: say which run: make serve-check RUN=workspace/runs/NAME" >&2; exit 2; }
+	$(BIN)/python benchmarks/serve_check.py $(RUN) $(ARGS)
+
+$(SERVING)/.installed: benchmarks/requirements-serving.txt $(INSTALLED)
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null \
+		|| { echo "error: libnuma.so.1 is missing; vLLM needs Debian's package libnuma1" >&2; exit 2; }
+	test -x $(SERVING)/bin/python || $(BIN)/python -m venv $(SERVING)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(SERVING)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		-r benchmarks/requirements-serving.txt
+	touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -77,4 +98,4 @@ server-stop: $(INSTALLED)
 	$(BIN)/python -m flows.server stop
 
 clean:
-	rm -rf $(VENV) $(PEERS) workspace .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) $(SERVING) workspace .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -311,7 +311,7 @@ class FrozenTarget:
             logits_at_BN: the new tokens of each row whose logits [B, N, V] are wanted; None: of all. The head is applied
                 to these alone, and without the factor that some models scale logits with, which no choice depends on.
         """
-        features_BSF = self._empty(input_ids_BS)
+        features_BSF = self._empty(input_ids_BS, self._tap_width)
         given: dict[str, Any] = {"use_cache": False}
         if rows is not None:
             positions_BS, mask = rows.begin(input_ids_BS.shape[1])
