@@ -10,11 +10,7 @@ SERVING := .venv-serving
 export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-<<<<<<< HEAD
-.PHONY: demo test test-slow lint format types imports check smollm2 peers benchmarks speculators server-stop clean
-=======
-.PHONY: demo test test-slow lint format types imports check smollm2 peers benchmarks serve-check server-stop clean
->>>>>>> serving
+.PHONY: demo test test-slow lint format types imports check smollm2 peers benchmarks speculators serve-check server-stop clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m flows.experiment flows/experiments/demo.yaml
