@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from dflash_core.training.monitor import Monitor
 from dflash_core.training.retention import Retention, checkpoint_folder
 from dflash_core.training.run_folder import identity_differences
 from dflash_core.training.schedule import RunPlan
+from dflash_core.training.self_check import run_self_checks
 from dflash_core.training.target_loop import Ready, run_target
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class Groundwork:
     first_step: int
     fingerprint: str
     trained: str
+    checked: dict[str, Any] | None
 
 
 def prepare_cell(job: TrainingJob, group: CellGroup, devices: CellDevices, parts: CellParts) -> Groundwork:
@@ -115,7 +117,8 @@ def prepare_cell(job: TrainingJob, group: CellGroup, devices: CellDevices, parts
 
     Raises:
         CheckpointError: the newest checkpoint is of another run than the configured one.
-        TrainingError: the cells of the run would not train the same.
+        TrainingError: the cells of the run would not train the same, or what they train could not be served.
+        ConfigError: the self-checks have found a key that is wrong.
     """
     dataset = Dataset.open(job.dataset)
     plan = RunPlan(dataset.lengths, job.edges, job.bucketing, job.train, group.size)
@@ -127,9 +130,10 @@ def prepare_cell(job: TrainingJob, group: CellGroup, devices: CellDevices, parts
     trainer = parts.make_trainer(job, group, devices.draft, first_target, plan.num_steps)
     fingerprint, trained = plan.epoch_plan(0).fingerprint(), plan.epoch_plan(0).trained_fingerprint()
     first_step = _resume(job, trainer, trained)
+    checked = run_self_checks(job, dataset, targets, trainer)
     planned = {"plan": fingerprint, "num_steps": plan.num_steps, "newest checkpoint": first_step}
     group.check_agreement({**job.identity, **planned}, devices.draft)
-    return Groundwork(dataset, plan, targets, trainer, first_step, fingerprint, trained)
+    return Groundwork(dataset, plan, targets, trainer, first_step, fingerprint, trained, checked)
 
 
 def build_cell(
@@ -154,6 +158,8 @@ def build_cell(
         fingerprints |= {key: job.identity[key] for key in ("dataset", "tokenizer", "target_weights")}
         write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
     sink = _open_sinks(job, group, attempt, plan.num_steps)  # last of what can fail: from here on somebody closes it
+    if made.checked is not None:
+        _log_self_checks(sink, group.rank, first_step, made.checked)
     monitor = Monitor(prefetcher, ready, sink, group.rank, job.prefetch.stats_every_steps, supervisor)
     writer = _make_writer(job, first_step, partial(log_event, sink, group.rank), supervisor) if group.is_first else None
     prefetcher.start()
@@ -163,6 +169,16 @@ def build_cell(
         parts_of_it = (made.targets[device], number, queue, ready, supervisor, on_event)
         supervisor.start(f"target {number}", run_target, *parts_of_it, done=queue.is_drained)
     return Cell(job, group, supervisor, plan, made.trained, trainer, prefetcher, ready, monitor, writer, sink, first_step)
+
+
+def _log_self_checks(sink: RunLog, cell: int, step: int, found: dict[str, Any]) -> None:
+    """Write the event, or close the sink, which nobody else knows yet."""
+    try:
+        log_event(sink, cell, "self_check", step, **found)
+    except StageError:
+        with suppress(OSError):
+            sink.close()
+        raise
 
 
 def _make_writer(job: TrainingJob, first_step: int, on_event: Callable[..., None], supervisor: Supervisor) -> CheckpointWriter:
