@@ -25,20 +25,20 @@ from dflash_core.model.reference import reference_block
 from dflash_core.training.loop import DraftTrainer
 from dflash_core.training.self_check_report import Figures, share_apart
 
-CONTEXT = 24
-# More than the anchors that share one attention call on a CPU (`group_size`), some of them neighbours whose blocks overlap.
-ANCHORS = (1, 2, 5, 6, 9, 10, 11, 15, 20)
-PROBED = 5  # in the middle, with a neighbour on either side
-# Documents of the packed row, and the anchors of each by position inside the document.
-DOCUMENTS = (7, 12, 5)
-DOCUMENT_ANCHORS = ((1, 4), (3, 4, 8), (2,))
+# Where anchors stand: more of them than share one attention call on a CPU (`group_size`), with neighbours whose blocks
+# overlap. A GPU takes its sparse kernel only for many queries, whose tiles have 128 places: there the row is longer.
+CPU_CONTEXT, CPU_ANCHORS = 24, (1, 2, 3, 5, 6, 9, 10, 11, 15, 20)
+GPU_CONTEXT, GPU_ANCHORS = 320, tuple(sorted({*range(3, 318, 9), *range(4, 318, 9)}))
+# Documents of the packed row and the distance of their anchors, the first at position 1.
+CPU_DOCUMENTS, CPU_ANCHOR_STEP = (7, 12, 5), 3
+GPU_DOCUMENTS, GPU_ANCHOR_STEP = (90, 150, 70), 4
 # What other sums of the same numbers may differ by, as a share of the norm: about 1e-6 in fp32. A GPU may multiply fp32
 # matrices in a shorter format. A wrong position or key shows as 1e-2 and more in fresh weights.
 SAME_FP32 = {"cpu": 1e-4, "cuda": 5e-3}
 SAME_BF16 = 5e-2
 # The reference is a loop over single numbers; it compares as many layers as about this many of its operations allow.
 REFERENCE_OPERATIONS = 80_000
-REFERENCE_ANCHOR, REFERENCE_CONTEXT, REFERENCE_SLOTS = 3, 5, 4
+REFERENCE_ANCHOR, REFERENCE_SLOTS = 3, 4
 FAULT = "this is a fault of the draft's attention, not of the configuration; nothing that is trained so can be served"
 
 
@@ -72,20 +72,24 @@ class DraftProbe:
         tokens = torch.randint(0, self.draft.spec.vocab_size, shape, generator=self._generator)
         return functional.embedding(tokens.to(self.device), self._embedding_VD)
 
-    def row(self) -> _Row:
+    def row(self, num_slots: int | None = None) -> _Row:
         """A row of one sequence."""
-        return _Row(self.features(CONTEXT), self.blocks(len(ANCHORS)), torch.tensor([ANCHORS], device=self.device))
+        context, anchors = (CPU_CONTEXT, CPU_ANCHORS) if self.device.type == "cpu" else (GPU_CONTEXT, GPU_ANCHORS)
+        anchors_1A = torch.tensor([anchors], device=self.device)
+        return _Row(self.features(context), self.blocks(len(anchors), num_slots), anchors_1A)
 
     def packed_row(self) -> _Row:
         """A row of three documents."""
-        starts = [sum(DOCUMENTS[:n]) for n in range(len(DOCUMENTS))]
-        places = [start + a for start, own in zip(starts, DOCUMENT_ANCHORS, strict=True) for a in own]
-        of_anchor = [start for start, own in zip(starts, DOCUMENT_ANCHORS, strict=True) for _ in own]
-        ids = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
-        positions = torch.cat([torch.arange(length) for length in DOCUMENTS])
-        documents = Documents(*(x.unsqueeze(0).to(self.device) for x in (ids, positions, torch.tensor(of_anchor))))
-        anchors_1A = torch.tensor([places], device=self.device)
-        return _Row(self.features(sum(DOCUMENTS)), self.blocks(len(places)), anchors_1A, documents)
+        on_cpu = self.device.type == "cpu"
+        lengths, step = (CPU_DOCUMENTS, CPU_ANCHOR_STEP) if on_cpu else (GPU_DOCUMENTS, GPU_ANCHOR_STEP)
+        starts = [sum(lengths[:n]) for n in range(len(lengths))]
+        places = [(start + a, start) for start, length in zip(starts, lengths, strict=True) for a in range(1, length, step)]
+        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        anchors, of_anchor = torch.tensor(places).T
+        documents = Documents(*(x.unsqueeze(0).to(self.device) for x in (ids, positions, of_anchor)))
+        features = self.features(sum(lengths))
+        return _Row(features, self.blocks(len(places)), anchors.unsqueeze(0).to(self.device), documents)
 
     def final(self, row: _Row) -> Tensor:
         """Final states [A, K, D] as a training step computes them, in fp32; with gradients on, which may choose the kernel.
@@ -103,56 +107,63 @@ class DraftProbe:
         return final[0].detach().float()
 
 
+class _Movement:
+    """By how much the states of a row's blocks move when some of its inputs are others."""
+
+    def __init__(self, probe: DraftProbe, row: _Row) -> None:
+        self._probe, self.row, self.before = probe, row, probe.final(row)
+        # The device's own repetition: 0 where it repeats itself to the bit. Beyond that nothing hidden may move anything.
+        self.noise = float((probe.final(row) - self.before).abs().max())
+        self._limit = 4 * self.noise + 1e-7 * float(self.before.abs().max())
+
+    def by_slot(self, **inputs: Tensor) -> Tensor:
+        """Largest movement in each slot [A, K], 0 where it is no more than the device's own."""
+        apart_AK = (self._probe.final(self.row._replace(**inputs)) - self.before).abs().amax(dim=2)
+        return torch.where(apart_AK > self._limit, apart_AK, 0.0)
+
+    def with_context(self, other_1SF: Tensor, where: slice) -> Tensor:
+        """Movement [A, K] with the context of `where` from another row."""
+        features = self.row.features_1SF.clone()
+        features[:, where] = other_1SF[:, where]
+        return self.by_slot(features_1SF=features)
+
+
 def check_leaks(probe: DraftProbe) -> Figures:
     """A block sees the context strictly before its anchor and its own slots in both directions, and nothing else.
 
     Returns `leak_rerun_difference`, by how much the device's own repetition differs.
     """
-    row, a = probe.row(), ANCHORS[PROBED]
-    before = probe.final(row)
-    noise = float((probe.final(row) - before).abs().max())
-    limit = 4 * noise + 1e-7 * float(before.abs().max())
-
-    def moved(changed: _Row) -> list[float]:
-        """By how much each block moves."""
-        apart: list[float] = (probe.final(changed) - before).abs().amax(dim=(1, 2)).tolist()
-        return [x if x > limit else 0.0 for x in apart]
-
-    other = probe.features(CONTEXT)
-    leaks = moved(row._replace(features_1SF=_mixed(row.features_1SF, other, slice(a, None))))
-    if any(leaks[: PROBED + 1]):
-        at_anchor = moved(row._replace(features_1SF=_mixed(row.features_1SF, other, slice(a, a + 1))))
-        where = "at its anchor, whose state tells the next token" if any(at_anchor[: PROBED + 1]) else "behind its anchor"
-        raise TrainingError(f"a block sees the context {where} (its states move by {max(leaks[: PROBED + 1]):.1e}); {FAULT}")
-    seen = moved(row._replace(features_1SF=_mixed(row.features_1SF, other, slice(a - 1, a))))
-    if not seen[PROBED]:
+    movement = _Movement(probe, probe.row())
+    probed = movement.row.anchors_1A.shape[1] // 2  # with neighbours on either side
+    a = int(movement.row.anchors_1A[0, probed])
+    other = probe.features(movement.row.features_1SF.shape[1])
+    leak = float(movement.with_context(other, slice(a, None))[: probed + 1].max())
+    if leak > 0:
+        at_anchor = float(movement.with_context(other, slice(a, a + 1))[: probed + 1].max()) > 0
+        where = "at its anchor, whose state tells the next token" if at_anchor else "behind its anchor"
+        raise TrainingError(f"a block sees the context {where} (its states move by {leak:.1e}); {FAULT}")
+    if not float(movement.with_context(other, slice(a - 1, a))[probed].max()) > 0:
         raise TrainingError(f"a block does not see the context right before its anchor; {FAULT}")
-    _check_blocks(probe, row, before, limit)
-    return {"leak_rerun_difference": noise}
+    _check_slots(probe, movement, probed)
+    return {"leak_rerun_difference": movement.noise}
 
 
-def _check_blocks(probe: DraftProbe, row: _Row, before: Tensor, limit: float) -> None:
-    other = probe.blocks(len(ANCHORS))
-    x = row.x_1AKD.clone()
-    x[:, PROBED] = other[:, PROBED]
-    apart = (probe.final(row._replace(x_1AKD=x)) - before).abs().amax(dim=(1, 2))
-    apart[PROBED] = 0.0
-    if float(apart.max()) > limit:
-        raise TrainingError(f"a block sees the slots of another block (its states move by {float(apart.max()):.1e}); {FAULT}")
-    x = row.x_1AKD.clone()
-    x[:, PROBED, 1] = other[:, PROBED, 1]
-    slots = (probe.final(row._replace(x_1AKD=x)) - before).abs().amax(dim=2)[PROBED]
-    if not float(slots[0]) > limit:
-        raise TrainingError(f"a slot does not see the slots behind it in its own block: the draft is causal; {FAULT}")
-    if len(slots) > 2 and not float(slots[2]) > limit:
-        raise TrainingError(f"a slot does not see the slots before it in its own block; {FAULT}")
-
-
-def _mixed(features: Tensor, other: Tensor, where: slice) -> Tensor:
-    """`features` with the positions of `where` from `other`."""
-    changed = features.clone()
-    changed[:, where] = other[:, where]
-    return changed
+def _check_slots(probe: DraftProbe, movement: _Movement, probed: int) -> None:
+    """Other slots reach the probed block alone, and there every slot next to them."""
+    other = probe.blocks(movement.row.x_1AKD.shape[1])
+    x = movement.row.x_1AKD.clone()
+    x[:, probed] = other[:, probed]
+    moved_AK = movement.by_slot(x_1AKD=x)
+    moved_AK[probed] = 0.0
+    if float(moved_AK.max()) > 0:
+        raise TrainingError(f"a block sees the slots of another block (its states move by {float(moved_AK.max()):.1e}); {FAULT}")
+    x = movement.row.x_1AKD.clone()
+    x[:, probed, 1] = other[:, probed, 1]
+    moved = movement.by_slot(x_1AKD=x)[probed].tolist()
+    if not moved[0]:
+        raise TrainingError(f"a slot does not see the slot behind it in its own block: the draft is causal; {FAULT}")
+    if not all(moved[2:3]):
+        raise TrainingError(f"a slot does not see the slot before it in its own block; {FAULT}")
 
 
 def check_packed(probe: DraftProbe) -> Figures:
@@ -160,25 +171,21 @@ def check_packed(probe: DraftProbe) -> Figures:
 
     Returns `packed_difference` from the document alone in its row, as a share of the norm.
     """
-    row = probe.packed_row()
+    movement = _Movement(probe, row := probe.packed_row())
     assert row.documents is not None
-    before = probe.final(row)
-    noise = float((probe.final(row) - before).abs().max())
-    limit = 4 * noise + 1e-7 * float(before.abs().max())
-    begin, end = DOCUMENTS[0], DOCUMENTS[0] + DOCUMENTS[1]
-    first = len(DOCUMENT_ANCHORS[0])
-    own = slice(first, first + len(DOCUMENT_ANCHORS[1]))
-    features, x = probe.features(sum(DOCUMENTS)), probe.blocks(before.shape[0])
-    features[:, begin:end], x[:, own] = row.features_1SF[:, begin:end], row.x_1AKD[:, own]
-    others = probe.final(row._replace(features_1SF=features, x_1AKD=x))
-    leak = float((others - before)[own].abs().max())
-    if leak > limit:
+    begin, end = (int(place) for place in (row.documents.ids_RS[0] == 1).nonzero()[[0, -1], 0])
+    inside = slice(begin, end + 1)
+    own = row.documents.starts_RA[0] == begin
+    features, x = probe.features(row.features_1SF.shape[1]), probe.blocks(row.x_1AKD.shape[1])
+    features[:, inside], x[:, own] = row.features_1SF[:, inside], row.x_1AKD[:, own]
+    leak = float(movement.by_slot(features_1SF=features, x_1AKD=x)[own].max())
+    if leak > 0:
         raise TrainingError(
             f"the documents of a packed row see each other in the draft (its states move by {leak:.1e}); {FAULT}; until it is"
             f" mended use bucketing.strategy: padded"
         )
-    alone_row = _Row(row.features_1SF[:, begin:end], row.x_1AKD[:, own], row.anchors_1A[:, own] - begin)
-    apart = share_apart(before[own], probe.final(alone_row))
+    alone = _Row(row.features_1SF[:, inside], row.x_1AKD[:, own], row.anchors_1A[:, own] - begin)
+    apart = share_apart(movement.before[own], probe.final(alone))
     if not apart <= probe.same:
         raise TrainingError(
             f"a document of a packed row gets other states than alone ({apart:.1e} of their norm): its positions do not count"
@@ -191,20 +198,20 @@ def check_reference(probe: DraftProbe) -> Figures:
     """The fast path agrees in fp32 with the slow reference, which writes out positions, visibility and softmax by itself.
 
     The reference puts the context at 0 to a - 1 and slot k of anchor a at a + k; another position of either turns the
-    rotary angles and shows. It runs on the CPU, over as many of the first layers as it has time for.
+    rotary angles and shows. It runs on the CPU for one block, over as many of the first layers as it has time for.
 
     Returns `reference_difference` as a share of the norm, and `reference_layers`.
     """
     count = _affordable_layers(probe.draft)
     part = first_layers(probe.draft, count)
-    slots = min(REFERENCE_SLOTS, probe.draft.spec.block_size) if probe.device.type == "cpu" else probe.draft.spec.block_size
-    features, x = probe.features(REFERENCE_CONTEXT).float(), probe.blocks(1, slots).float()
-    anchors = torch.tensor([[REFERENCE_ANCHOR]], device=probe.device)
+    row = probe.row(min(REFERENCE_SLOTS, probe.draft.spec.block_size))
+    features, x = row.features_1SF.float(), row.x_1AKD.float()
+    block = row.anchors_1A[0].tolist().index(REFERENCE_ANCHOR)
     with torch.no_grad():
-        fast = part(features, x, anchors)[0, 0]
+        fast = part(features, x, row.anchors_1A)[0, block].cpu()
         slow_part = part if probe.device.type == "cpu" else _on_cpu(part)
-        slow = reference_block(slow_part, features[0].cpu(), x[0, 0].cpu(), REFERENCE_ANCHOR)
-    apart = share_apart(fast.cpu(), slow)
+        slow = reference_block(slow_part, features[0, :REFERENCE_ANCHOR].cpu(), x[0, block].cpu(), REFERENCE_ANCHOR)
+    apart = share_apart(fast, slow)
     if not apart <= SAME_FP32.get(probe.device.type, 5e-3):
         raise TrainingError(
             f"the draft's fast path differs from the plain reference by {apart:.1e} of its norm: positions (context s at s, slot"
@@ -216,19 +223,18 @@ def check_reference(probe: DraftProbe) -> Figures:
 def _affordable_layers(draft: DFlashDraft) -> int:
     """The reference rotates one number after the other: about ten operations for each half of each head and position."""
     spec = draft.spec
-    heads = (REFERENCE_CONTEXT + REFERENCE_SLOTS) * spec.num_kv_heads + REFERENCE_SLOTS * spec.num_heads
+    heads = (REFERENCE_ANCHOR + REFERENCE_SLOTS) * spec.num_kv_heads + REFERENCE_SLOTS * spec.num_heads
     return max(1, min(spec.num_layers, REFERENCE_OPERATIONS // (heads * spec.head_dim * 5)))
 
 
 def first_layers(draft: DFlashDraft, count: int) -> DFlashDraft:
     """A draft of the first `count` layers that shares their weights."""
     part = copy.copy(draft)
-    layers = nn.ModuleList(list(draft.layers)[:count])
-    object.__setattr__(part, "_modules", {**draft._modules, "layers": layers})
+    part._modules = {**draft._modules, "layers": nn.ModuleList(list(draft.layers)[:count])}
     changes: dict[str, Any] = {"num_layers": count}
-    if getattr(draft.spec, "layer_types", None):
-        changes["layer_types"] = tuple(draft.spec.layer_types[:count])  # type: ignore[attr-defined]
-    object.__setattr__(part, "spec", replace(draft.spec, **changes))
+    if "layer_types" in draft.spec.as_dict():
+        changes["layer_types"] = draft.spec.as_dict()["layer_types"][:count]
+    part.spec = replace(draft.spec, **changes)
     return part
 
 

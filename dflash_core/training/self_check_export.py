@@ -91,6 +91,12 @@ def _check_config(config: dict[str, Any], block_size: int) -> None:
     ]
     rope = config.get("rope_parameters") or {}
     problems += [f"{key} must not be there" for key in FORBIDDEN_KEYS if key in config or key in rope]
+    if len(config.get("layer_types") or ()) != config.get("num_hidden_layers"):
+        problems.append(f"layer_types has not one entry for each of {config.get('num_hidden_layers')} layers")
+    if "sliding_attention" in (config.get("layer_types") or ()) and not isinstance(config.get("sliding_window"), int):
+        problems.append("sliding_window is no number of positions, but a layer slides")
+    if inner.get("causal", False):
+        problems.append("dflash_config.causal is not false")
     problems += [f"dflash_config.{key} is missing" for key in ("mask_token_id", "target_layer_ids") if key not in inner]
     for where, keys in (("", config), ("dflash_config.", inner)):
         if keys.get("block_size") != block_size:

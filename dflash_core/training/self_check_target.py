@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -36,7 +37,7 @@ from dflash_core.training.target_check import check_values, compare_taps
 
 # How far logits may be from a multiple of head @ state, as a share of their norm: the same product twice, so that only its
 # rounding differs. Capping at 30 moves logits of 5 by 1 %.
-LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-3}
 # Rows of head and embedding that are compared: evenly spread, so that another matrix or another order is seen.
 NUM_ROWS = 256
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -69,8 +70,9 @@ def check_batching(target: FrozenTarget, short_1S: Tensor, long_1S: Tensor, pad_
     length = short_1S.shape[1]
     padded = functional.pad(short_1S, (0, long_1S.shape[1] - length), value=pad_token_id)
     together, alone = target.features(torch.cat([padded, long_1S]))[:1, :length], target.features(short_1S)
-    taps = len(target.layer_ids)
-    apart = [share_apart(a, b) for a, b in zip(together.chunk(taps, dim=-1), alone.chunk(taps, dim=-1), strict=True)]
+    by_tap = (length, len(target.layer_ids), -1)
+    error_ST, norm_ST = (x.float().view(by_tap).norm(dim=-1) for x in (together - alone, alone))
+    apart: list[float] = (error_ST / norm_ST.clamp(min=1e-12)).mean(dim=0).tolist()  # by token: the first ones can be huge
     worst = max(apart, key=lambda x: x if x == x else float("inf"))
     if not worst <= max(PACKING_TOLERANCE[target.model.dtype], PACKING_TOLERANCE[target.feature_dtype]):
         raise ConfigError(
@@ -165,9 +167,7 @@ def check_logits(target: FrozenTarget, tokens_1S: Tensor, loss: str) -> Figures:
 
     Returns `logit_scale`, the factor, and `logit_difference`, what it leaves unexplained, as a share of the norm.
     """
-    ids = tokens_1S.to(target.device)
-    logits = target.model(input_ids=ids, use_cache=False).logits.float()
-    last = target.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    logits, last = _logits_and_last_state(target.model, tokens_1S.to(target.device))
     ours = functional.linear(last, target.head_VH).float()
     if logits.shape != ours.shape:
         raise ConfigError(f"target.path: its logits are {list(logits.shape)}, head times last state is {list(ours.shape)}")
@@ -184,6 +184,17 @@ def check_logits(target: FrozenTarget, tokens_1S: Tensor, loss: str) -> Figures:
             f" which a draft's are not; use cross_entropy or dpace"
         )
     return {"logit_scale": scale, "logit_difference": apart}
+
+
+def _logits_and_last_state(model: Any, ids_1S: Tensor) -> tuple[Tensor, Tensor]:
+    """What the whole model gives, and what its decoder gave on the way."""
+    states: list[Tensor] = []
+    handle = model.get_decoder().register_forward_hook(lambda _module, _args, output: states.append(output[0]))
+    try:
+        logits: Tensor = model(input_ids=ids_1S, use_cache=False).logits.float()
+    finally:
+        handle.remove()
+    return logits, states[0]
 
 
 def check_trainer_rows(trainer: DraftTrainer, target: FrozenTarget) -> Figures:
