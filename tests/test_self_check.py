@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,11 @@ from tests.test_training_run import losses, rows, start
 PAD, END, MASK, SPARE = 256, 260, 261, 262
 
 
+def slow(*values: Any) -> Any:
+    """One more case of the same, for the whole suite only."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def checked(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in rows(run_dir, "events") if row["kind"] == "self_check"]
 
@@ -39,7 +45,7 @@ def run(run_dir: Path, parts: CellParts | None = None) -> None:
     run_cell(root.training_job(root.load_experiment(run_dir / "config.yaml"), run_dir), parts or CellParts())
 
 
-@pytest.mark.parametrize("strategy", ["padded", "packed"])
+@pytest.mark.parametrize("strategy", ["padded", slow("packed")])
 def test_a_healthy_run_passes_says_so_and_trains_the_same(
     micro_experiment: Path, strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,7 +66,7 @@ def test_a_healthy_run_passes_says_so_and_trains_the_same(
     assert row["reference_difference"] < 1e-5 and row["tap_difference"] < 1e-5 and row["reference_layers"] == 2
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("self-checks passed in ")]
     assert line.endswith("s: " + ", ".join(row["checks"]))
-    print(f"{strategy}: self-checks {sum(row['check_s']):.2f} s, loading the target {loaded_s:.2f} s")
+    sys.stdout.write(f"{strategy}: self-checks {sum(row['check_s']):.2f} s, loading the target {loaded_s:.2f} s\n")
     unchecked = start(micro_experiment, "unchecked", *changes, "train.self_checks=false")
     run(unchecked)
     assert checked(unchecked) == [] and losses(unchecked) == losses(run_dir)
@@ -108,25 +114,27 @@ def leaky_trainer(job: Any, group: Any, device: str, target: FrozenTarget, num_s
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        (CellParts(load_target=shifted_target), "self-check taps: captured states of layer 1 are not its own: the output of layer 2 "),
-        (CellParts(load_target=zero_target), "self-check taps: captured states of layer 1 are all zero; a draft trained on such"),
-        (CellParts(make_trainer=leaky_trainer), "self-check leaks: a block sees the context at its anchor, whose state tells the"),
-        (CellParts(make_trainer=trainer_with(head=torch.randn_like)), "self-check rows: the head that the draft is trained with is no"),
-        (CellParts(make_trainer=trainer_with(head=lambda x: x.flip(0))), "self-check rows: the head that the draft is trained with is"),
-        (CellParts(make_trainer=trainer_with(embedding=lambda x: 5 * x)), "self-check rows: the embedding that the draft is trained w"),
-        (CellParts(make_trainer=trainer_with(head=lambda x: x[:-1])), r"self-check rows: the draft's head is [263, 32] and the target"),
+        (CellParts(load_target=shifted_target), "taps: captured states of layer 1 are not its own: the output of layer 2 is"),
+        (CellParts(load_target=zero_target), "taps: captured states of layer 1 are all zero; a draft trained on such states"),
+        (CellParts(make_trainer=leaky_trainer), "leaks: a block sees the context at its anchor, whose state tells the next"),
+        (CellParts(make_trainer=trainer_with(head=torch.randn_like)), "rows: the head that the draft is trained with is not"),
+        slow(CellParts(make_trainer=trainer_with(head=lambda x: x.flip(0))), "rows: the head that the draft is trained wi"),
+        slow(CellParts(make_trainer=trainer_with(embedding=lambda x: 5 * x)), "rows: the embedding that the draft is tr"),
+        slow(CellParts(make_trainer=trainer_with(head=lambda x: x[:-1])), "rows: the draft's head is [263, 32] and the"),
     ],
 )
 def test_what_could_not_be_served_is_not_trained(micro_experiment: Path, parts: CellParts, words: str) -> None:
-    assert failing(TrainingError, start(micro_experiment, "faulty"), parts).startswith(words)
+    assert failing(TrainingError, start(micro_experiment, "faulty"), parts).startswith(f"self-check {words}")
 
 
+@pytest.mark.slow
 def test_without_the_checks_the_leak_would_be_trained(micro_experiment: Path) -> None:
     run_dir = start(micro_experiment, "leaky", "train.self_checks=false", "train.max_steps=1")
     run(run_dir, CellParts(make_trainer=leaky_trainer))
     assert RunFolder(run_dir).read_manifest()["state"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_the_event_is_the_runs_failure(micro_experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash_core.metrics.sinks import JsonlSink
 

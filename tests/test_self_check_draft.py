@@ -25,6 +25,7 @@ SPEC = DraftSpec(
     rms_norm_eps=1e-6, rope_theta=10_000.0, max_position_embeddings=512, tie_word_embeddings=True, num_target_layers=5,
     block_size=4, mask_token_id=39, target_layer_ids=(1, 2),
 )  # fmt: skip
+DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 CHECKS = {"leaks": check_leaks, "packed": check_packed, "reference": check_reference}
 
 
@@ -121,8 +122,8 @@ def probe_of(kind: type[DFlashDraft] = DFlashDraft, dtype: str = "float32", spec
     return DraftProbe(DraftTrainer(kind(spec).initialise(0), rows, rows, config, 10, 1, CellGroup()))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("block_size", [2, 4, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [2, 4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_good_draft_passes(name: str, block_size: int, dtype: str) -> None:
     probe = probe_of(dtype=dtype, spec=replace(SPEC, block_size=block_size))
@@ -147,7 +148,7 @@ def test_a_trained_draft_passes() -> None:
         check(probe)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [

@@ -79,8 +79,8 @@ def _check_embedding(model: Any, folder: Path) -> None:
         return
     factor = f"{float(given.norm() / rows.norm()):.4g} times " if given.shape == rows.shape else "something else than "
     raise ConfigError(
-        f"target.path: {folder}: the embedding of {type(model).__name__} gives {factor}its rows, and serving engines differ in which"
-        f" of the two a draft gets; not supported"
+        f"target.path: {folder}: the embedding of {type(model).__name__} gives {factor}its rows, and serving engines differ in"
+        f" which of the two a draft gets; not supported"
     )
 
 

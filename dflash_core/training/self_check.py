@@ -13,6 +13,7 @@ a run trains the same with the checks and without.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ NUM_TRIED = 64  # sequences among which a long enough one is looked for
 
 
 def run_self_checks(
-    job: TrainingJob, dataset: Dataset, targets: dict[str, FrozenTarget], trainer: DraftTrainer
+    job: TrainingJob, dataset: Dataset, targets: Mapping[str, object], trainer: DraftTrainer
 ) -> dict[str, Any] | None:
     """Run all checks of a cell; returns the fields of the event `self_check`, or None where they are switched off.
 

@@ -116,16 +116,16 @@ class _Movement:
         self.noise = float((probe.final(row) - self.before).abs().max())
         self._limit = 4 * self.noise + 1e-7 * float(self.before.abs().max())
 
-    def by_slot(self, **inputs: Tensor) -> Tensor:
+    def by_slot(self, row: _Row) -> Tensor:
         """Largest movement in each slot [A, K], 0 where it is no more than the device's own."""
-        apart_AK = (self._probe.final(self.row._replace(**inputs)) - self.before).abs().amax(dim=2)
-        return torch.where(apart_AK > self._limit, apart_AK, 0.0)
+        apart_AK = (self._probe.final(row) - self.before).abs().amax(dim=2)
+        return apart_AK * (apart_AK > self._limit)
 
     def with_context(self, other_1SF: Tensor, where: slice) -> Tensor:
         """Movement [A, K] with the context of `where` from another row."""
         features = self.row.features_1SF.clone()
         features[:, where] = other_1SF[:, where]
-        return self.by_slot(features_1SF=features)
+        return self.by_slot(self.row._replace(features_1SF=features))
 
 
 def check_leaks(probe: DraftProbe) -> Figures:
@@ -153,13 +153,13 @@ def _check_slots(probe: DraftProbe, movement: _Movement, probed: int) -> None:
     other = probe.blocks(movement.row.x_1AKD.shape[1])
     x = movement.row.x_1AKD.clone()
     x[:, probed] = other[:, probed]
-    moved_AK = movement.by_slot(x_1AKD=x)
+    moved_AK = movement.by_slot(movement.row._replace(x_1AKD=x))
     moved_AK[probed] = 0.0
     if float(moved_AK.max()) > 0:
         raise TrainingError(f"a block sees the slots of another block (its states move by {float(moved_AK.max()):.1e}); {FAULT}")
     x = movement.row.x_1AKD.clone()
     x[:, probed, 1] = other[:, probed, 1]
-    moved = movement.by_slot(x_1AKD=x)[probed].tolist()
+    moved = movement.by_slot(movement.row._replace(x_1AKD=x))[probed].tolist()
     if not moved[0]:
         raise TrainingError(f"a slot does not see the slot behind it in its own block: the draft is causal; {FAULT}")
     if not all(moved[2:3]):
@@ -178,7 +178,7 @@ def check_packed(probe: DraftProbe) -> Figures:
     own = row.documents.starts_RA[0] == begin
     features, x = probe.features(row.features_1SF.shape[1]), probe.blocks(row.x_1AKD.shape[1])
     features[:, inside], x[:, own] = row.features_1SF[:, inside], row.x_1AKD[:, own]
-    leak = float(movement.by_slot(features_1SF=features, x_1AKD=x)[own].max())
+    leak = float(movement.by_slot(row._replace(features_1SF=features, x_1AKD=x))[own].max())
     if leak > 0:
         raise TrainingError(
             f"the documents of a packed row see each other in the draft (its states move by {leak:.1e}); {FAULT}; until it is"

@@ -86,9 +86,8 @@ def _check_tensors(config: dict[str, Any], found: dict[str, list[int]]) -> None:
 def _check_config(config: dict[str, Any], block_size: int) -> None:
     inner = config.get("dflash_config", {})
     problems = [f"{key} is missing" for key in NEEDED_KEYS if key not in config]
-    problems += [
-        f"{key} is {config.get(key, 'missing')!r}, not {value!r}" for key, value in FIXED_KEYS.items() if config.get(key, ...) != value
-    ]
+    found = {key: config.get(key, "missing") for key in FIXED_KEYS}
+    problems += [f"{key} is {found[key]!r}, not {value!r}" for key, value in FIXED_KEYS.items() if found[key] != value]
     rope = config.get("rope_parameters") or {}
     problems += [f"{key} must not be there" for key in FORBIDDEN_KEYS if key in config or key in rope]
     if len(config.get("layer_types") or ()) != config.get("num_hidden_layers"):

@@ -103,8 +103,7 @@ def _unused(tokenizer: Any, embedding: Tensor, taken: dict[int, str], use: _Use 
     """An id to take instead: a spare special token, or a row behind the tokenizer's last id; None if none is found."""
     added = {int(token): str(name) for token, name in tokenizer.added_tokens_decoder.items()}
     spare = [token for token, name in sorted(added.items()) if SPARE_NAMES.search(name)]
-    for token in [*spare, *range(len(tokenizer), len(embedding))]:
-        if token < len(embedding) and _cause(embedding[token], token, taken, None) is None:
-            if use is None or not use.seen_V[token]:
-                return token
+    for token in (token for token in [*spare, *range(len(tokenizer), len(embedding))] if token < len(embedding)):
+        if (use is None or not use.seen_V[token]) and _cause(embedding[token], token, taken, None) is None:
+            return int(token)
     return None

@@ -84,7 +84,7 @@ def check_batching(target: FrozenTarget, short_1S: Tensor, long_1S: Tensor, pad_
 
 def check_embedding(target: FrozenTarget, token_ids: Tensor) -> Figures:
     """The rows that block tokens get are what the target's own embedding module gives for them."""
-    ids = token_ids.unique().to(target.device)
+    ids = torch.tensor(sorted(set(token_ids.tolist())), device=target.device)
     with torch.inference_mode():
         own, rows = target.model.get_input_embeddings()(ids), target.embedding_VH[ids]
     if own.shape != rows.shape or not torch.equal(own, rows):
@@ -147,12 +147,14 @@ def _compare_with_file(what: str, suffix: str, loaded_VH: Tensor, files: dict[st
             return
         shape = stored.get_shape()
         if shape != list(loaded_VH.shape):
-            raise ConfigError(f"target.path: {folder}: {names[0]} is {shape} in the file and {list(loaded_VH.shape)} in the model")
+            raise ConfigError(
+                f"target.path: {folder}: {names[0]} is {shape} in the file and {list(loaded_VH.shape)} in the model"
+            )
         wanted = torch.cat([stored[row : row + 1] for row in rows.tolist()]).to(loaded_VH.dtype)
     if not torch.equal(loaded_VH[rows.to(loaded_VH.device)].cpu(), wanted):
         raise ConfigError(
-            f"target.path: {folder}: the {what} of the loaded model is not {names[0]} of the weight files; it was initialised anew"
-            f" or changed while loading"
+            f"target.path: {folder}: the {what} of the loaded model is not {names[0]} of the weight files; it was initialised"
+            f" anew or changed while loading"
         )
 
 
@@ -180,8 +182,8 @@ def check_logits(target: FrozenTarget, tokens_1S: Tensor, loss: str) -> Figures:
         )
     if abs(scale - 1) > limit and loss in SOFT_LOSSES:
         raise ConfigError(
-            f"train.loss: {loss} compares with the target's own distribution, but the target multiplies its logits by {scale:.4g},"
-            f" which a draft's are not; use cross_entropy or dpace"
+            f"train.loss: {loss} compares with the target's own distribution, but the target multiplies its logits by"
+            f" {scale:.4g}, which a draft's are not; use cross_entropy or dpace"
         )
     return {"logit_scale": scale, "logit_difference": apart}
 
