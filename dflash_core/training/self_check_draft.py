@@ -101,7 +101,7 @@ class DraftProbe:
         if row.documents is not None:  # as in DraftTrainer.add
             windows = context_windows(row.anchors_1A.cpu(), row.documents.starts_RA.cpu(), group_size(self.device))
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.compute == torch.bfloat16):
-            final = self.draft(row.features_1SF, row.x_1AKD, row.anchors_1A, row.documents, windows)
+            final: Tensor = self.draft(row.features_1SF, row.x_1AKD, row.anchors_1A, row.documents, windows)
         if not bool(torch.isfinite(final).all()):
             raise TrainingError("the draft's states are not finite; the weights that training begins with are unusable")
         return final[0].detach().float()
