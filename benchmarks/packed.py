@@ -64,7 +64,7 @@ def train(batch: PlannedBatch, spent: Spent, collator: Collator, target: FrozenT
     features = target.features(payload.tokens_RS, None, payload.documents)
     served = time.perf_counter()
     totals = trainer.begin()
-    trainer.add(totals, Ready(Loaded(batch, shape, payload, 0), features, 0.0, 0.0))
+    trainer.add(totals, Ready(Loaded(batch, shape, payload, 0), features, 0.0, 0.0, 0.0))
     trainer.end(0, totals, False)
     spent.draft_s += time.perf_counter() - served
     spent.target_s += served - loaded

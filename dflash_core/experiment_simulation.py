@@ -152,8 +152,14 @@ class Simulation:
 
     @property
     def feature_bytes(self) -> int:
-        """Tapped states of one position, as configured."""
-        return self.draft.num_taps * self.model.hidden_size * self.config.target.state_bytes
+        """Captured states of one position, as configured: the taps, and for soft labels the last state."""
+        from dflash_core.model.loss import SOFT_LOSSES
+
+        return (
+            (self.draft.num_taps + (self.config.train.loss in SOFT_LOSSES))
+            * self.model.hidden_size
+            * self.config.target.state_bytes
+        )
 
     def shapes(self, num_cells: int, per_step: int, num_steps: int) -> Shapes:
         """The batches of the first steps, planned for a number of cells."""

@@ -196,7 +196,7 @@ def test_wrong_taps_stop_a_run_before_its_first_step(micro_experiment: Path, mon
         return real(self, tap, layer)
 
     monkeypatch.setattr(FrozenTarget, "_make_hook", shifted)
-    run_dir = start(micro_experiment, "shifted")
+    run_dir = start(micro_experiment, "shifted", "train.self_checks=false")  # they would find it earlier
     with pytest.raises(
         StageError, match=r"captured states of layer 1 are not its own: the output of layer 0 is closer"
     ) as caught:
@@ -238,7 +238,7 @@ def test_a_sequence_that_does_not_fit_ends_the_run_with_the_key_to_change(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(FrozenTarget, "features", full)
-    run_dir = start(micro_experiment, "full")
+    run_dir = start(micro_experiment, "full", "train.self_checks=false")  # their own sequences come first
     with pytest.raises(StageError, match=r"stage 'target 0', batch \d+: .*does not fit; lower data\.max_length or bucketing"):
         root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
     assert RunFolder(run_dir).read_manifest()["state"] == "failed"

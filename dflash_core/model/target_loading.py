@@ -55,13 +55,33 @@ def load_causal_lm(folder: Path, dtype: str, attn_implementation: str, device: t
 
 
 def _check_parts(model: Any, folder: Path) -> None:
-    """Refuse a model whose layers cannot be tapped, or whose head a draft would not get whole."""
+    """Refuse a model whose layers cannot be tapped, or whose head or embedding a draft would not get as they are."""
     if not hasattr(model.get_decoder(), "layers"):
         raise ConfigError(f"target.path: {folder}: {type(model).__name__} has no list of decoder layers to tap; not supported")
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         what = "no language-model head" if head is None else "a language-model head with a bias, which a draft would not get"
         raise ConfigError(f"target.path: {folder}: {type(model).__name__} has {what}; not supported")
+    _check_embedding(model, folder)
+
+
+@torch.inference_mode()
+def _check_embedding(model: Any, folder: Path) -> None:
+    """Refuse a model whose embedding module gives something else than its rows, such as Gemma's, which multiplies them.
+
+    Serving engines differ in what a draft gets from such a model: vLLM multiplies behind the module and hands out plain rows,
+    transformers inside it and hands out scaled ones. What is multiplied behind the module everywhere (Granite) is no matter.
+    """
+    embedding: Any = model.get_input_embeddings()
+    ids = torch.tensor([0, len(embedding.weight) // 2, len(embedding.weight) - 1])
+    given, rows = embedding(ids), embedding.weight[ids]
+    if given.shape == rows.shape and torch.equal(given, rows):
+        return
+    factor = f"{float(given.norm() / rows.norm()):.4g} times " if given.shape == rows.shape else "something else than "
+    raise ConfigError(
+        f"target.path: {folder}: the embedding of {type(model).__name__} gives {factor}its rows, and serving engines differ in"
+        f" which of the two a draft gets; not supported"
+    )
 
 
 def _check_flash_attention(dtype: str, device: torch.device) -> None:

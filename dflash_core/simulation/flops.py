@@ -23,7 +23,7 @@ ATTENTION_TRAINING = 3.5
 # fp32 weight and gradient and two moments (16), read and written by AdamW and by dividing, measuring and clipping gradients.
 OPTIMIZER_BYTES, OPTIMIZER_TRAFFIC = 16, 44
 # Slots whose logits exist at once (model/loss.py).
-LOGIT_SLOTS = 2048
+LOGIT_SLOTS = 1024
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Table:
         group = np.minimum(shapes.blocks / shapes.rows, BLOCKS_PER_GROUP) * draft.block_size
         seen = draft.block_size * shapes.block_reach + slots * group
         attention = ATTENTION_TRAINING * 4.0 * draft.num_layers * model.num_heads * model.head_dim * seen
-        # The frozen head: forward, again in backward instead of keeping logits, and the gradient of its input.
-        head = shapes.labelled * 6.0 * model.vocab_size * model.hidden_size
+        # The frozen head: forward, and the gradient of its input in the same pass.
+        head = shapes.labelled * 4.0 * model.vocab_size * model.hidden_size
         flops: FloatArray = context + layers + attention + head
         return flops
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from dflash_core.training.monitor import Monitor
 from dflash_core.training.retention import Retention, checkpoint_folder
 from dflash_core.training.run_folder import identity_differences
 from dflash_core.training.schedule import RunPlan
+from dflash_core.training.self_check import run_self_checks
 from dflash_core.training.stop_request import StopRequest
 from dflash_core.training.target_loop import Ready, run_target
 from dflash_core.training.validation import HowToValidate, Validator, prepare_validator
@@ -131,6 +132,7 @@ class Groundwork:
     trained: str
     how_to_validate: HowToValidate | None
     validator: Validator | None
+    checked: dict[str, Any] | None
 
 
 def prepare_cell(job: TrainingJob, group: CellGroup, devices: CellDevices, parts: CellParts, stop: StopRequest) -> Groundwork:
@@ -138,7 +140,8 @@ def prepare_cell(job: TrainingJob, group: CellGroup, devices: CellDevices, parts
 
     Raises:
         CheckpointError: the newest checkpoint is of another run than the configured one.
-        TrainingError: the cells of the run would not train the same.
+        TrainingError: the cells of the run would not train the same, or what they train could not be served.
+        ConfigError: the self-checks have found a key that is wrong.
         StoppedWhileBuilding: see `prepare_validator`.
     """
     dataset = Dataset.open(job.dataset)
@@ -151,10 +154,11 @@ def prepare_cell(job: TrainingJob, group: CellGroup, devices: CellDevices, parts
     trainer = parts.make_trainer(job, group, devices.draft, first_target, plan.num_steps)
     fingerprint, trained = plan.epoch_plan(0).fingerprint(), plan.epoch_plan(0).trained_fingerprint()
     first_step = _resume(job, trainer, trained)
+    checked = run_self_checks(job, dataset, targets, trainer)
     planned = {"plan": fingerprint, "num_steps": plan.num_steps, "newest checkpoint": first_step}
     group.check_agreement({**job.identity, **planned}, devices.draft)
     validator = prepare_validator(parts.validation, job, group, devices.draft, first_target, stop)
-    return Groundwork(dataset, plan, targets, trainer, first_step, fingerprint, trained, parts.validation, validator)
+    return Groundwork(dataset, plan, targets, trainer, first_step, fingerprint, trained, parts.validation, validator, checked)
 
 
 def build_cell(
@@ -179,6 +183,8 @@ def build_cell(
         fingerprints |= {key: job.identity[key] for key in ("dataset", "tokenizer", "target_weights")}
         write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
     sink = _open_sinks(job, group, attempt, plan.num_steps)  # last of what can fail: from here on somebody closes it
+    if made.checked is not None:
+        _log_self_checks(sink, group.rank, first_step, made.checked)
     monitor = Monitor(prefetcher, ready, sink, group.rank, job.prefetch.stats_every_steps, supervisor)
     writer = _make_writer(job, first_step, partial(log_event, sink, group.rank), supervisor) if group.is_first else None
     prefetcher.start()
@@ -191,6 +197,16 @@ def build_cell(
     return Cell(
         job, group, supervisor, plan, made.trained, trainer, prefetcher, ready, monitor, writer, sink, first_step, *validation
     )
+
+
+def _log_self_checks(sink: RunLog, cell: int, step: int, found: dict[str, Any]) -> None:
+    """Write the event, or close the sink, which nobody else knows yet."""
+    try:
+        log_event(sink, cell, "self_check", step, **found)
+    except StageError:
+        with suppress(OSError):
+            sink.close()
+        raise
 
 
 def _make_writer(job: TrainingJob, first_step: int, on_event: Callable[..., None], supervisor: Supervisor) -> CheckpointWriter:
