@@ -247,12 +247,29 @@ def check(config: ExperimentConfig, num_gpus: int | None = None) -> dict[str, An
         result["not_checked"] = ["target", "data"]
     else:
         result["draft"] = draft_spec(config).as_dict()
+        result["target"] = {name: _check_target(run) for name, run in config.variants()}
         if initial := {name: found for name, run in config.variants() if (found := _check_initial_draft(run))}:
             result["init_from"] = initial
         result["files"] = [file.url for file in expand_files(config.data.files)]
         if config.data.held_out is not None:
             expand_files([config.data.held_out])
     return result
+
+
+# A larger target is looked into when a run starts, which loads it anyway.
+MOST_CHECKED_BYTES = 2 * 1024**3
+
+
+def _check_target(config: ExperimentConfig) -> dict[str, Any] | str:
+    """Those self-checks of a run that need no training; a line where the target is too large to be loaded for them."""
+    from dflash_core.data import Dataset
+    from dflash_core.training.self_check import check_target
+
+    folder, data = target_folder(config), dataset_folder(config)
+    if sum(file.stat().st_size for file in folder.glob("*.safetensors")) > MOST_CHECKED_BYTES:
+        return "weights larger than 2 GiB, which are checked when a run starts"
+    dataset = Dataset.open(data) if (data / "manifest.json").exists() else None
+    return check_target(folder, config.target, draft_spec(config), config.train.loss, dataset)
 
 
 # Columns of the console's and the artifact's short table, and how they are headed.

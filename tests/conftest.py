@@ -133,7 +133,7 @@ def write_micro_experiment(folder: Path, target: Path) -> Path:
         "data": {"name": "micro", "files": [str(corpus)], "held_out": str(held_out), "max_length": 256},
         "bucketing": {"num_buckets": 3, "token_budget": 512, "batches_per_step": 2},
         "draft": {"num_layers": 2, "block_size": 4, "num_taps": 2},
-        "train": {"max_steps": 10, "lr": 3.0e-3, "num_anchors": 16, "checkpoint_every": 4},
+        "train": {"max_steps": 10, "lr": 3.0e-3, "num_anchors": 16, "checkpoint_every": 4, "self_checks": False},
         "topology": {"device": "cpu"},
         "prefetch": {"stats_every_steps": 2, "stall_timeout_s": 20.0},
         "metrics": {"wandb": "disabled"},

@@ -111,7 +111,7 @@ class DraftSpec:
             "max_window_layers": leading_full,
             "vocab_size": self.vocab_size,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "num_target_layers": self.num_target_layers,
+            "num_target_layers": self.num_target_layers or None,
             "block_size": self.block_size,
             "is_causal": False,
             "dflash_config": {

@@ -27,6 +27,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "dflash_config.attention_value_scale": (None, 1),
     "use_aux_hidden_state": (None, True),
     "dflash_config.use_aux_hidden_state": (None, True),
+    "dflash_config.sample_from_anchor": (None, False),
     "quantization_config": (None,),
     "logit_scale": (None, 1),
 }

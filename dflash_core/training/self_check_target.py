@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_core.errors import ConfigError, TrainingError
+from dflash_core.model.loss import SOFT_LOSSES
 from dflash_core.model.target import PACKING_TOLERANCE, FrozenTarget
 from dflash_core.training.loop import DraftTrainer
 from dflash_core.training.self_check_report import Figures, Skipped, share_apart
@@ -42,7 +43,6 @@ LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-3}
 NUM_ROWS = 256
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F32", "F16", "BF16"}
-SOFT_LOSSES = ("kl", "total_variation")
 
 
 def check_taps(target: FrozenTarget, tokens_1S: Tensor) -> Figures:
