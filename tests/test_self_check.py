@@ -27,7 +27,8 @@ from dflash_core.training.run_folder import RunFolder
 from dflash_core.training.self_check_mask import check_mask
 from dflash_core.training.self_check_report import Report
 from tests.test_self_check_draft import Inclusive
-from tests.test_training_run import losses, rows, start
+from tests.test_training_run import losses, rows
+from tests.test_training_run import start as start_as_configured
 
 PAD, END, MASK, SPARE = 256, 260, 261, 262
 
@@ -35,6 +36,11 @@ PAD, END, MASK, SPARE = 256, 260, 261, 262
 def slow(*values: Any) -> Any:
     """One more case of the same, for the whole suite only."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def start(experiment: Path, name: str, *overrides: str) -> Path:
+    """A run with the self-checks, which the micro experiment leaves out."""
+    return start_as_configured(experiment, name, "train.self_checks=true", *overrides)
 
 
 def checked(run_dir: Path) -> list[dict[str, Any]]:
