@@ -241,8 +241,9 @@ def flex_may_learn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize(
+    ("layers", "packed"), [("full", False), ("sliding", True), ("mixed", True), ("shorter_than_a_block", False)]
+)
 @pytest.mark.parametrize("size", [1, 2, 128])
 def test_groups_equal_the_reference(layers: str, packed: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(attention_module.ANCHORS_PER_GROUP, "cpu", size)
@@ -254,15 +255,22 @@ UNCOMPILED = "ignore:flex_attention called without torch.compile"
 
 @pytest.mark.filterwarnings(UNCOMPILED)
 @pytest.mark.usefixtures("flex_may_learn_on_a_cpu")
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize(
+    ("layers", "packed"),
+    [
+        ("mixed", True),
+        # The uncompiled operator is traced anew for every mask, which takes seconds.
+        pytest.param("full", False, marks=pytest.mark.slow),
+        pytest.param("shorter_than_a_block", False, marks=pytest.mark.slow),
+    ],
+)
 def test_uncompiled_flex_equals_the_reference(layers: str, packed: bool) -> None:
     assert_equals_the_reference(layers, packed, attention="flex_uncompiled")
 
 
 @pytest.mark.filterwarnings(UNCOMPILED)
 @pytest.mark.usefixtures("flex_may_learn_on_a_cpu")
-@pytest.mark.parametrize("attention", ["grouped", "flex_uncompiled"])
+@pytest.mark.parametrize("attention", ["grouped", pytest.param("flex_uncompiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("heads", ["all_own", "one"])
 def test_heads_of_their_own_and_shared_ones_equal_the_reference(heads: str, attention: AttentionPath) -> None:
     assert_equals_the_reference("mixed", False, heads, attention)
@@ -289,8 +297,9 @@ def run_both(case: Places, shape: tuple[int, int, int] = (4, 2, 8)) -> tuple[tor
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(UNCOMPILED)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(case=places(150))
 def test_groups_and_flex_agree_at_any_place(case: Places) -> None:
     grouped, flexed = run_both(case)
@@ -298,8 +307,8 @@ def test_groups_and_flex_agree_at_any_place(case: Places) -> None:
 
 
 @pytest.mark.filterwarnings(UNCOMPILED)
-@pytest.mark.parametrize("attention", ["grouped", "flex_uncompiled"])
-@pytest.mark.parametrize("layers", ["full", "mixed"])
+@pytest.mark.parametrize("attention", ["grouped", pytest.param("flex_uncompiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", ["mixed"])
 def test_under_autocast_results_are_finite_and_near(layers: str, attention: AttentionPath, flex_may_learn_on_a_cpu: None) -> None:
     case = make_case(*LAYERS[layers], packed=True)
     case.draft.attention = attention
@@ -382,6 +391,7 @@ def test_a_device_without_flex_is_told_once_and_goes_on(
     assert caplog.messages[0].endswith("no FlexAttention (ImportError: no module named triton)")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(UNCOMPILED)
 @pytest.mark.usefixtures("flex_may_learn_on_a_cpu")
 def test_trying_a_device_runs_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
