@@ -16,7 +16,7 @@ from dflash_core.simulation.figures import CardFigures, ModelFigures
 from dflash_core.simulation.workload import Shapes
 
 FloatArray = NDArray[np.float64]
-# The draft's attention runs groups of this many blocks, each over the whole context on a GPU (model/draft.py).
+# The draft's attention on a GPU in its slower form: groups of this many blocks, each over the whole context (model/attention.py).
 BLOCKS_PER_GROUP = 128
 # Forward and backward of fused attention: 2 products, then 5 (scores again, and four gradients).
 ATTENTION_TRAINING = 3.5
