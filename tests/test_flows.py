@@ -179,6 +179,7 @@ def test_a_signal_stops_the_training_in_good_order_and_the_same_command_goes_on(
     assert "starting at step 98" in resumed.err
 
 
+@pytest.mark.slow
 def test_a_killed_flow_leaves_no_training_and_is_marked_as_crashed(place: Workplace) -> None:
     path = place.experiment("killed", runs={"a": {"steps": 3000, "pace": 0.1}}, fail_prepare=None)
     run_dir = place.run_dir("killed", "a")
@@ -220,6 +221,7 @@ def test_a_failed_training_gives_its_reason_and_its_code(
     assert outcome.out == ""
 
 
+@pytest.mark.slow
 def test_a_defect_keeps_its_traceback_once(place: Workplace) -> None:
     outcome = place.run("prepare", place.experiment("defect", runs={"a": {}}, defect=True))
     assert outcome.code == 1

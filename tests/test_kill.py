@@ -95,7 +95,8 @@ def test_killed_at_random_moments(bench: Bench, seed: int, record_property: Call
     assert_finished_like(reference, run_dir)
 
 
-@pytest.mark.parametrize("first", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [1, 2, 3])
+@pytest.mark.slow
 def test_killed_before_each_change_of_a_file_while_checkpoints_are_written(bench: Bench, first: int) -> None:
     """One attempt dies before the first change of a file, the next before the second, and so on over two checkpoints."""
     reference = bench.reference(OFTEN)

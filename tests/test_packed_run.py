@@ -43,7 +43,9 @@ def test_a_packed_run_trains_whole_rows_and_lowers_the_loss(micro_experiment: Pa
     assert all(row["max_seq_len"] <= edges[row["bucket"]] for row in batches)
 
 
-@pytest.mark.parametrize(("targets", "workers", "dispatch"), [(3, 4, "round_robin"), (2, 1, "least_loaded")])
+@pytest.mark.parametrize(
+    ("targets", "workers", "dispatch"), [pytest.param(3, 4, "round_robin", marks=pytest.mark.slow), (2, 1, "least_loaded")]
+)
 def test_topology_does_not_change_the_losses_of_packed_rows(
     micro_experiment: Path, packed: Path, targets: int, workers: int, dispatch: str
 ) -> None:
@@ -83,6 +85,7 @@ def test_a_packed_run_that_failed_midway_resumes_exactly(
     assert [event["step"] for event in rows(run_dir, "events") if event["kind"] == "resume"] == [4]
 
 
+@pytest.mark.slow
 def test_an_epoch_of_packed_rows_sums_up_to_an_epoch_of_padded_batches(micro_experiment: Path) -> None:
     """With weights that do not move, packing must not change what an epoch is made of: losses, weights, anchors."""
     still = ("train.num_epochs=1", "train.max_steps=1000", "train.lr=1e-20")

@@ -71,7 +71,7 @@ class Gate:
             self.changed.notify_all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.data(),
     st.sampled_from(ORDERED),

@@ -46,7 +46,8 @@ def assert_stopped(run_dir: Path, children: list[Child]) -> int:
     return int(manifest["num_steps"])
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed != 1 else ()) for seed in range(10)])
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.slow
 def test_stopped_at_random_moments(bench: Bench, seed: int) -> None:
     """From the moment that the run is running, so also while it is built; every attempt is stopped again."""
     generator, reference = random.Random(seed), bench.reference()
@@ -73,6 +74,7 @@ def test_stopped_before_the_first_step(bench: Bench, number: signal.Signals) -> 
     assert_same_run(bench.reference(), run_dir)
 
 
+@pytest.mark.slow
 def test_several_signals_are_one_stop(bench: Bench) -> None:
     """The second comes while the state is being saved; it must not break that off."""
     run_dir = bench.make("twice")

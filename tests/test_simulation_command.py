@@ -217,7 +217,7 @@ def test_memory_is_checked_with_measured_costs_too(micro_experiment: Path, tmp_p
     assert "30.0 are bytes in flight: lower prefetch.max_bytes" in machine["left_out"][0]["reason"]
 
 
-@pytest.mark.parametrize("model", ["qwen3-32b", "gemma3-27b"])
+@pytest.mark.parametrize("model", [pytest.param("qwen3-32b", marks=pytest.mark.slow), "gemma3-27b"])
 def test_the_shipped_experiment_of_27b_fits_its_cards(in_repository: Path, model: str) -> None:
     config = root.load_experiment(Path("flows/experiments/qwen3_27b_6x2.yaml"))
     request = SimulationRequest(gpus=(8,), target_model=model, mean_length=1500.0)
@@ -229,6 +229,7 @@ def test_the_shipped_experiment_of_27b_fits_its_cards(in_repository: Path, model
     assert told is not None and "are kept activations: lower train.num_anchors" in told
 
 
+@pytest.mark.slow
 def test_more_of_the_run_before_and_behind_changes_nothing(in_repository: Path) -> None:
     """Windows that are filled with all that is in flight are in balance, and nobody runs dry."""
     config = root.load_experiment(Path("flows/experiments/qwen3_27b_6x2.yaml"), ["prefetch.max_bytes=6000000000"])

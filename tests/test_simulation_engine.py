@@ -195,7 +195,7 @@ def cases(draw: Any) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_every_batch_is_trained_once_in_plan_order_and_all_time_is_accounted_for(case: dict[str, Any]) -> None:
     found = run(**case)

@@ -171,14 +171,14 @@ def test_decoding_rounds_the_states_as_training_did(micro_experiment: Path, monk
     few = ("evaluate.max_prompts=1", "evaluate.max_new_tokens=4", "evaluate.untrained_prompts=0")
     run_dir = train(micro_experiment, "cast", "target.feature_dtype=bfloat16", "train.max_steps=1", *few)
     seen: set[torch.dtype] = set()
-    real = FrozenTarget.step
+    real = FrozenTarget.step_rows
 
-    def spy(self: FrozenTarget, tokens: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-        logits, features = real(self, tokens, cache)
+    def spy(self: FrozenTarget, *args: Any) -> tuple[Tensor, Tensor]:
+        logits, features = real(self, *args)
         seen.add(features.dtype)
         return logits, features
 
-    monkeypatch.setattr(FrozenTarget, "step", spy)
+    monkeypatch.setattr(FrozenTarget, "step_rows", spy)
     assert root.evaluate_run(run_dir)["lossless"]
     assert seen == {torch.bfloat16}
 
@@ -205,7 +205,7 @@ def test_wrong_taps_stop_a_run_before_its_first_step(micro_experiment: Path, mon
     assert not (run_dir / "metrics" / "steps.jsonl").exists()
 
 
-@pytest.mark.parametrize("strategy", [(), (PACKED,)])
+@pytest.mark.parametrize("strategy", [pytest.param((), marks=pytest.mark.slow), (PACKED,)])
 def test_a_run_that_is_short_of_memory_trains_the_same(
     micro_experiment: Path, monkeypatch: pytest.MonkeyPatch, strategy: tuple[str, ...]
 ) -> None:
@@ -238,7 +238,7 @@ def test_a_sequence_that_does_not_fit_ends_the_run_with_the_key_to_change(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(FrozenTarget, "features", full)
-    run_dir = start(micro_experiment, "full", "train.self_checks=false")  # their own sequences come first
+    run_dir = start(micro_experiment, "full", "train.scale_features=false")  # which would run the target before
     with pytest.raises(StageError, match=r"stage 'target 0', batch \d+: .*does not fit; lower data\.max_length or bucketing"):
         root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
     assert RunFolder(run_dir).read_manifest()["state"] == "failed"

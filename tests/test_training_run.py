@@ -183,6 +183,7 @@ def test_an_exchanged_target_is_noticed_on_resume(micro_experiment: Path, micro_
         root.train_run(root.load_experiment(run_dir / "config.yaml", ["train.max_steps=6"]), run_dir)
 
 
+@pytest.mark.slow
 def test_order_and_seed_do_change_it(micro_experiment: Path, reference: Path) -> None:
     assert losses(train(micro_experiment, "shuffled", "bucketing.order=shuffle")) != losses(reference)
     assert losses(train(micro_experiment, "seeded", "train.seed=1")) != losses(reference)

@@ -116,6 +116,7 @@ def test_the_console_has_a_line_for_it(made: tuple[Path, Path], caplog: pytest.L
     assert "measured on held-out prompts no figure" in second
 
 
+@pytest.mark.slow
 def test_a_stop_leaves_out_what_is_due_and_the_resume_makes_up_for_it(
     made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

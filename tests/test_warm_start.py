@@ -233,6 +233,7 @@ def test_a_run_begins_with_the_weights_and_is_resumed_without_them(
         root.train_run(root.load_experiment(broken / "config.yaml"), broken)
 
 
+@pytest.mark.slow
 def test_a_folder_that_changed_is_another_run(
     micro_experiment: Path,
     micro_target: Path,

@@ -33,7 +33,7 @@ class Bench:
     def make(self, name: str, *overrides: str) -> Path:
         """A new run folder, its data prepared."""
         # The self-checks call the stages, too, which are broken and counted here.
-        config = root.load_experiment(self.experiment, ("train.self_checks=false", *overrides))
+        config = root.load_experiment(self.experiment, ("train.self_checks=false", "train.scale_features=false", *overrides))
         root.prepare(config)
         return root.create_run(config, name, self.folder / name)
 

@@ -196,11 +196,11 @@ def slow_target_load(seconds: float) -> None:
 
     real = assembly.FrozenTarget
 
-    def load(*arguments: Any) -> Any:
+    def load(*arguments: Any, **named: Any) -> Any:
         sys.stderr.write("loading\n")
         sys.stderr.flush()
         time.sleep(seconds)
-        return real(*arguments)
+        return real(*arguments, **named)
 
     assembly.FrozenTarget = load  # type: ignore[assignment, misc]
 
