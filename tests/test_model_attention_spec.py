@@ -93,6 +93,7 @@ def test_the_draft_that_is_asked_for(draft: dict[str, Any], kinds: tuple[str, ..
         ({"layer_types": (SLIDING, FULL)}, r"^draft\.sliding_window: no window"),
         ({"layer_types": (FULL,)}, r"^draft\.layer_types: 1 layers for a draft of 2$"),
         ({"layer_types": (FULL, FULL), "sliding_window": 4}, r"^draft\.sliding_window: 4 is given"),
+        ({"sliding_window": 1}, r"^draft\.sliding_window: 1 leaves each slot itself alone"),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(draft: dict[str, Any], message: str) -> None:

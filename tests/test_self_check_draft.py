@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_core.config import TrainConfig
 from dflash_core.errors import TrainingError
+from dflash_core.model import draft as draft_module
 from dflash_core.model.documents import Documents
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
@@ -136,6 +137,29 @@ def test_a_good_draft_passes(name: str, block_size: int, dtype: str) -> None:
     assert report.figures.get("packed_difference", 0.0) <= (1e-5 if dtype == "float32" else 2e-2)
     assert all(p.grad is None for p in probe.draft.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in probe.draft.state_dict().items())
+
+
+@pytest.mark.parametrize("vocab_size", [2, 5])
+def test_few_tokens_to_draw_blocks_from_are_enough(vocab_size: int) -> None:
+    """A slot that is to get another token gets another one: with few of them it often drew the one that it had."""
+    for block_size in range(2, 7):
+        spec = replace(SPEC, vocab_size=vocab_size, mask_token_id=0, block_size=block_size)
+        for check in CHECKS.values():
+            check(probe_of(spec=spec))
+
+
+def test_a_window_off_by_one_is_named_though_it_is_longer_than_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(SPEC, layer_types=("sliding_attention",) * 2, sliding_window=512)
+    for check in CHECKS.values():
+        check(probe_of(spec=spec))
+    real = draft_module.anchor_groups
+
+    def wider(*args: Any) -> Any:
+        return real(*args[:-1], None if args[-1] is None else args[-1] + 1)
+
+    monkeypatch.setattr(draft_module, "anchor_groups", wider)
+    with pytest.raises(TrainingError, match="differs from the plain reference"):
+        check_reference(probe_of(spec=spec))
 
 
 def test_a_trained_draft_passes() -> None:

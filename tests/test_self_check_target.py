@@ -89,6 +89,18 @@ def test_a_head_of_its_own_passes(micro_target: Path, tmp_path: Path, dtype: str
     assert report.passed == ["head", "logits"] and report.skipped == []
 
 
+@pytest.mark.parametrize("taps", [(1,), (1, 2)])
+def test_a_target_that_also_gives_its_last_state_passes(micro_target: Path, taps: tuple[int, ...]) -> None:
+    """As the soft losses load it: the columns behind the taps are no tap's."""
+    report, figures = Report(), []
+    for last_state in (True, False):
+        own = FrozenTarget(micro_target, taps, "float32", "sdpa", "cpu", last_state=last_state)
+        report.run("taps", check_taps, own, TOKENS)
+        report.run("batching", check_batching, own, TOKENS[:, :9], TOKENS, own.shape.pad_token_id)
+        figures.append(report.figures["tap_rms"])
+    assert figures[0] == figures[1] and len(figures[0]) == len(taps)
+
+
 def test_a_head_that_is_not_in_the_files_is_refused(micro_target: Path, tmp_path: Path) -> None:
     """transformers warns and goes on with random rows."""
     folder = untied(micro_target, tmp_path / "headless", **{"lm_head.weight": None})

@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from dflash_core import experiment as root
 from dflash_core.data import Dataset
-from dflash_core.errors import CheckpointError, StageError, StoppedBySignal, TrainingError, UserError
+from dflash_core.errors import CheckpointError, ConfigError, StageError, StoppedBySignal, TrainingError, UserError
 from dflash_core.model.anchors import slot_weights
 from dflash_core.model.draft import embed_blocks
 from dflash_core.model.loss import block_loss
 from dflash_core.records import PlannedBatch
 from dflash_core.training import assembly as assembly_module
 from dflash_core.training import loop as loop_module
+from dflash_core.training.cell import is_complete
 from dflash_core.training.checkpoint import check_checkpoint, newest_checkpoint
 from dflash_core.training.collate import Collator
 from dflash_core.training.run_folder import RunFolder
@@ -238,6 +239,28 @@ def test_resuming_with_another_config_is_refused_with_the_difference(micro_exper
     config = root.load_experiment(micro_experiment, ["train.lr=0.5"])
     with pytest.raises(CheckpointError, match=r"train\.lr: 0\.003 in the checkpoint, 0\.5 now"):
         root.train_run(config, reference)
+
+
+def test_a_run_from_before_there_were_losses_and_scales_to_choose_resumes_as_it_was_trained(
+    micro_experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = root._identity
+
+    def as_then(*args: Any) -> dict[str, Any]:
+        later = ("train.loss", "train.dpace_alpha", "train.scale_features")
+        return {key: value for key, value in real(*args).items() if key not in later}
+
+    monkeypatch.setattr(root, "_identity", as_then)
+    run_dir = train(micro_experiment, "old", "train.max_steps=2", "train.scale_features=false")
+    monkeypatch.setattr(root, "_identity", real)
+    with pytest.raises(ConfigError) as caught:
+        root.create_run(root.load_experiment(micro_experiment), "old", run_dir)
+    assert "another train.scale_features (train.scale_features: False there, True now)" in str(caught.value)
+    same = root.load_experiment(micro_experiment, ["train.scale_features=false", "train.max_steps=2"])
+    root.create_run(same, "old", run_dir)
+    assert is_complete(root.training_job(same, run_dir))
+    more = root.load_experiment(micro_experiment, ["train.scale_features=false", "train.max_steps=3"])
+    assert root.train_run(more, run_dir)["num_steps"] == 3 and len(losses(run_dir)) == 3
 
 
 def test_resuming_with_a_plan_made_otherwise_is_refused(

@@ -157,6 +157,17 @@ def test_pieces_change_nothing(
     assert rounds_by_walk(draft, items, target) == expected
 
 
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_a_target_that_also_gives_its_last_state_is_walked_by_its_taps(
+    items: list[WalkItem], prompts: list[Prompt], kept: int
+) -> None:
+    """As the soft losses load it."""
+    soft = FrozenTarget(TINY_TARGET, (1, 4), "float32", "sdpa", "cpu", last_state=True)
+    (item,) = prepare_walk(soft, prompts[:1], 4, B, max_feature_bytes=kept)
+    count = item.num_context
+    torch.testing.assert_close(item.features(count), items[0].features(count))
+
+
 @pytest.mark.parametrize("fault", ["begins one late", "stops too early"])
 def test_planted_faults_are_seen(
     target: FrozenTarget, draft: DFlashDraft, items: list[WalkItem], monkeypatch: pytest.MonkeyPatch, fault: str

@@ -80,7 +80,7 @@ def prepare_walk(
         size = item.num_context * len(target.layer_ids) * target.shape.hidden_size * target.feature_dtype.itemsize
         if item.num_anchors and kept_bytes + size <= max_feature_bytes:
             kept_bytes += size
-            item = replace(item, features=partial(_first, item.features(item.num_context).cpu()))
+            item = replace(item, features=partial(_first, item.features(item.num_context).cpu().contiguous()))
             on_progress()
         items.append(item)
     return items
@@ -88,7 +88,7 @@ def prepare_walk(
 
 def _features(target: FrozenTarget, tokens: Tokens, num_positions: int) -> Tensor:
     """The target's states of the first positions, [S, F]. Any thread may ask: the target records for each on its own."""
-    return target.features(torch.tensor([tokens[:num_positions]]))[0]
+    return target.taps(torch.tensor([tokens[:num_positions]]))[0]
 
 
 def _first(features_SF: Tensor, num_positions: int) -> Tensor:

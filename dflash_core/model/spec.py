@@ -63,6 +63,8 @@ class DraftSpec:
             raise ConfigError(f"target.mask_token_id: {mask_token_id} is not a row of an embedding of {target.vocab_size} rows")
         kinds = draft.layer_types or (FULL if draft.sliding_window is None else SLIDING,) * draft.num_layers
         check_layers(kinds, draft.num_layers, draft.sliding_window, "draft.")
+        if draft.sliding_window == 1:
+            raise ConfigError("draft.sliding_window: 1 leaves each slot itself alone, and no context at all; the least is 2")
         if draft.sliding_window is not None and SLIDING not in kinds:
             raise ConfigError(f"draft.sliding_window: {draft.sliding_window} is given, but draft.layer_types has no {SLIDING}")
         return cls(

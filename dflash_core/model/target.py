@@ -214,6 +214,10 @@ class FrozenTarget:
             self._tapped(input_ids_BS[:, begin:end], positions, should_stop, features_BSF[:, begin:end])
         return features_BSF
 
+    def taps(self, input_ids_BS: Tensor) -> Tensor:
+        """`features` of padded rows without the last state, whether or not it is captured: [B, S, T * H]."""
+        return self.features(input_ids_BS)[..., : self._tap_width]
+
     def _tapped(
         self,
         input_ids_BS: Tensor,

@@ -35,7 +35,7 @@ from dflash_core.training.devices import CellDevices, cell_devices
 from dflash_core.training.distributed import CellGroup
 from dflash_core.training.job import TrainingJob
 from dflash_core.training.retention import checkpoint_folder
-from dflash_core.training.run_folder import now
+from dflash_core.training.run_folder import identity_differences, now
 from dflash_core.training.schedule import RunPlan
 from dflash_core.training.steps import ANOTHER_CELL, train_steps
 from dflash_core.training.stop_request import StoppedWhileBuilding, StopRequest
@@ -49,7 +49,7 @@ def is_complete(job: TrainingJob) -> bool:
     if job.run.read_manifest()["state"] != "completed":
         return False
     found = newest_checkpoint(job.run.checkpoints)
-    if found is None or found[1]["counters"]["identity"] != job.identity:
+    if found is None or identity_differences(found[1]["counters"]["identity"], job.identity, "there")[0]:
         return False  # what differs is told when the resume is refused
     lengths = Dataset.open(job.dataset).lengths
     plan = RunPlan(lengths, job.edges, job.bucketing, job.train, job.topology.cells)

@@ -14,6 +14,8 @@ from dflash_core.errors import DataError, UserError
 from dflash_core.provenance import read_json, write_json
 
 SCHEMA_VERSION = 1
+# What runs did before there was a key for it: their identities do not hold the key.
+BEFORE_THE_KEY: dict[str, Any] = {"train.loss": "cross_entropy", "train.dpace_alpha": 0.5, "train.scale_features": False}
 
 
 def now() -> str:
@@ -22,7 +24,12 @@ def now() -> str:
 
 
 def identity_differences(saved: dict[str, Any], current: dict[str, Any], where: str) -> tuple[list[str], str]:
-    """The keys in which two run identities differ, and both values in words; `where` says what `saved` was read from."""
+    """The keys in which two run identities differ, and both values in words; `where` says what `saved` was read from.
+
+    A key that `saved` is too old to hold has the value by which such runs were trained.
+    """
+    saved = {**BEFORE_THE_KEY, **saved}
+    current = {**BEFORE_THE_KEY, **current}
     different = sorted(key for key in {*saved, *current} if saved.get(key) != current.get(key))
     return different, "; ".join(f"{key}: {saved.get(key)} {where}, {current.get(key)} now" for key in different)
 

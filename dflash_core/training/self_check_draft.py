@@ -39,6 +39,8 @@ SAME_BF16 = 5e-2
 # The reference is a loop over single numbers; it compares as many layers as about this many of its operations allow.
 REFERENCE_OPERATIONS = 80_000
 REFERENCE_ANCHOR, REFERENCE_SLOTS = 3, 4
+# Weights do not know of the window: a shorter one than is trained with, so that it cuts something off the short row.
+REFERENCE_WINDOW = 3
 FAULT = "this is a fault of the draft's attention, not of the configuration; nothing that is trained so can be served"
 
 
@@ -66,10 +68,14 @@ class DraftProbe:
         width = self.draft.fc.in_features
         return torch.randn(1, length, width, generator=self._generator).to(self.device, self.compute)
 
-    def blocks(self, num_anchors: int, num_slots: int | None = None) -> Tensor:
-        """Blocks [1, A, K, D] of random tokens: of masks alone, a slot that takes another's place would not be noticed."""
+    def blocks(self, num_anchors: int, num_slots: int | None = None, *, others: bool = False) -> Tensor:
+        """Blocks [1, A, K, D] of random tokens: of masks alone, a slot that takes another's place would not be noticed.
+
+        `others` have no token in common with those without it: a slot that gets the token it had cannot move anything.
+        """
         shape = (1, num_anchors, num_slots or self.draft.spec.block_size)
-        tokens = torch.randint(0, self.draft.spec.vocab_size, shape, generator=self._generator)
+        half = self.draft.spec.vocab_size // 2
+        tokens = torch.randint(0, half, shape, generator=self._generator) + (half if others else 0)
         return functional.embedding(tokens.to(self.device), self._embedding_VD)
 
     def row(self, num_slots: int | None = None) -> _Row:
@@ -150,7 +156,7 @@ def check_leaks(probe: DraftProbe) -> Figures:
 
 def _check_slots(probe: DraftProbe, movement: _Movement, probed: int) -> None:
     """Other slots reach the probed block alone, and there every slot next to them."""
-    other = probe.blocks(movement.row.x_1AKD.shape[1])
+    other = probe.blocks(movement.row.x_1AKD.shape[1], others=True)
     x = movement.row.x_1AKD.clone()
     x[:, probed] = other[:, probed]
     moved_AK = movement.by_slot(movement.row._replace(x_1AKD=x))
@@ -204,6 +210,8 @@ def check_reference(probe: DraftProbe) -> Figures:
     """
     count = _affordable_layers(probe.draft)
     part = first_layers(probe.draft, count)
+    if part.spec.sliding_window is not None:
+        part.spec = replace(part.spec, sliding_window=min(part.spec.sliding_window, REFERENCE_WINDOW))
     row = probe.row(min(REFERENCE_SLOTS, probe.draft.spec.block_size))
     features, x = row.features_1SF.float(), row.x_1AKD.float()
     block = row.anchors_1A[0].tolist().index(REFERENCE_ANCHOR)

@@ -50,7 +50,7 @@ def check_taps(target: FrozenTarget, tokens_1S: Tensor) -> Figures:
 
     Returns `tap_rms` and `tap_difference`, the largest one as a share of the norm (None if no tap could be compared).
     """
-    features = target.features(tokens_1S)
+    features = target.taps(tokens_1S)
     try:
         rms = check_values(features, target.layer_ids)
         differences = compare_taps(target, tokens_1S, features)
@@ -69,7 +69,7 @@ def check_batching(target: FrozenTarget, short_1S: Tensor, long_1S: Tensor, pad_
     """
     length = short_1S.shape[1]
     padded = functional.pad(short_1S, (0, long_1S.shape[1] - length), value=pad_token_id)
-    together, alone = target.features(torch.cat([padded, long_1S]))[:1, :length], target.features(short_1S)
+    together, alone = target.taps(torch.cat([padded, long_1S]))[:1, :length], target.taps(short_1S)
     by_tap = (length, len(target.layer_ids), -1)
     error_ST, norm_ST = (x.float().view(by_tap).norm(dim=-1) for x in (together - alone, alone))
     apart: list[float] = (error_ST / norm_ST.clamp(min=1e-12)).mean(dim=0).tolist()  # by token: the first ones can be huge
