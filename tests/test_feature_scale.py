@@ -68,6 +68,9 @@ class FakeDataset:
         self.rows = rows
         self.lengths = np.array([len(row) for row in rows])
 
+    def check_files(self, places: list[int]) -> None:
+        assert places == sorted(set(places))
+
     def tokens(self, index: int) -> tuple[Any, Any]:
         return np.array(self.rows[index], dtype=np.int32), None
 
@@ -113,3 +116,26 @@ def test_a_calibrated_context_shows_every_channel_alike() -> None:
     columns = draft.fc.weight.detach().clone()
     calibrate_context(draft, SCALE_F)
     torch.testing.assert_close(draft.fc.weight.detach() * SCALE_F, columns)
+
+
+@pytest.mark.slow
+def test_cells_take_what_the_first_one_has(tmp_path: Any) -> None:
+    """Two cells that begin with other numbers."""
+    import subprocess
+    import sys
+
+    program = tmp_path / "cell.py"
+    program.write_text(
+        "import sys, torch\n"
+        "from dflash_core.training.distributed import CellGroup\n"
+        "group = CellGroup.from_environment('cpu', 60.0)\n"
+        "weight = torch.nn.Parameter(torch.full((3,), float(group.rank)))\n"
+        "scale = torch.arange(2.0) + 10 * group.rank\n"
+        "group.share_from_first([weight, scale])\n"
+        "sys.stdout.write(f'{weight.tolist()} {scale.tolist()}\\n')\n"
+        "group.close()\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    done = subprocess.run(launcher, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[0.0, 0.0, 0.0] [0.0, 1.0]"] * 2

@@ -61,7 +61,10 @@ def make_trainer(job: TrainingJob, group: CellGroup, device: str, target: Frozen
     scale_F = measure_feature_scale(target, Dataset.open(job.dataset)) if job.train.scale_features else None
     if scale_F is not None:
         calibrate_context(draft, scale_F)
-    return DraftTrainer(draft.to(device), embedding, head, job.train, num_steps, len(job.edges), group, scale_F)
+        scale_F = scale_F.to(device)
+    draft = draft.to(device)
+    group.share_from_first([*draft.parameters(), *([] if scale_F is None else [scale_F])])
+    return DraftTrainer(draft, embedding, head, job.train, num_steps, len(job.edges), group, scale_F)
 
 
 @dataclass(frozen=True)

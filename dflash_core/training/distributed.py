@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -108,6 +109,20 @@ class CellGroup:
         different = [key for key, high, low in zip(facts, most.tolist(), (-least).tolist(), strict=True) if high != low]
         if different:
             raise TrainingError(f"the cells of this run differ in {', '.join(different)}; every node needs the same files")
+
+    def share_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Replace the tensors of all cells by those of the first one: what was computed on unlike devices may differ in rounding.
+
+        Raises:
+            CellLostError: another cell is gone.
+        """
+        if self.size == 1:
+            return
+        try:
+            for tensor in tensors:
+                distributed.broadcast(tensor.detach(), src=0)
+        except RuntimeError as error:
+            raise CellLostError(f"cell {self.rank}: another cell ended; its own error says why") from error
 
     def wait_for_all(self, device: str) -> None:
         """Go on when every cell has come here."""

@@ -36,8 +36,10 @@ def measure_feature_scale(target: FrozenTarget, dataset: Dataset) -> Tensor:
     """
     width = len(target.layer_ids) * target.shape.hidden_size
     squares, count = torch.zeros(width, dtype=torch.float64), 0
-    for index in np.unique(np.linspace(0, len(dataset.lengths) - 1, NUM_SEQUENCES).astype(int)):
-        tokens, _ = dataset.tokens(int(index))
+    places = np.unique(np.linspace(0, len(dataset.lengths) - 1, NUM_SEQUENCES).astype(int)).tolist()
+    dataset.check_files(places)
+    for index in places:
+        tokens, _ = dataset.tokens(index)
         features = target.features(torch.from_numpy(tokens[:MOST_TOKENS].astype(np.int64)).unsqueeze(0))[0, :, :width]
         squares += features.double().square().sum(0).cpu()
         count += len(features)
