@@ -303,7 +303,7 @@ def remarks(result: Comparison) -> list[str]:
     if result.other:
         which = ("corrected", "as it comes") if result.corrected else ("as it comes", "corrected")
         lines += [
-            f"This vLLM normalises the context keys of every draft layer with the first layer's weights, which CUDA's does not. "
+            f"This vLLM normalises the context keys of every draft layer with the first layer's weights (benchmarks/README.md). "
             f"Judged is vLLM {which[0]}{' in that one function' if result.corrected else ''}; vLLM {which[1]} counts "
             f"{result.other.figures.acceptance_length:.3f}, {of(result.other)}."
         ]

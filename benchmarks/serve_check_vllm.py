@@ -117,7 +117,8 @@ def norm_misread() -> bool:
 
     vLLM normalises the context keys of all draft layers in one call, with a weight row per layer. The CPU kernel of 0.32.0
     gives every layer the first one's, so that a drafter of more than one layer sees other context keys than it was trained
-    with (and than on CUDA; the same fault of another device is vllm-project/vllm-xpu-kernels issue 573).
+    with. The call was written for the CUDA kernel (vllm-project/vllm pull request 46761); of another device the same fault is
+    known (vllm-project/vllm-xpu-kernels issue 573).
     """
     import torch
     from vllm import _custom_ops as ops
