@@ -1,7 +1,12 @@
 """What serve_check.py compares: our draft-verify loop against vLLM's own counters, text by text and slot by slot.
 
 Pure functions over what the two halves wrote; no engine, no torch. Acceptance length is tokens per draft, +1 included:
-1 + accepted / drafts for vLLM, whose counters know no tokens of its own.
+1 + accepted / drafts for vLLM, whose counters know no tokens of its own. Both sides count a last round whole, as vLLM does, with
+what it kept behind an end token or the limit; the same as `dflash evaluate` counts is shown beside it.
+
+Where vLLM misread the drafter's norm weights (serve_check_vllm.py, `norm_misread`) there are two results of it. What is judged
+is the corrected one, which says whether drafter, export and loop are right; vLLM as it comes is shown beside it, or is judged
+itself on demand (`Limits.as_shipped`).
 """
 
 from __future__ import annotations
@@ -34,25 +39,62 @@ class Figures:
 
 @dataclass(frozen=True)
 class Limits:
-    """What must hold: largest difference of acceptance length (a share of ours), its minimum, fewest prompts."""
+    """What must hold: largest difference of acceptance length (a share of ours), its minimum, fewest prompts.
+
+    `as_shipped`: of vLLM as it comes, even where it misreads the drafter.
+    """
 
     tolerance: float
     minimum: float
     prompts: int
+    as_shipped: bool = False
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds that begin at the same token on both sides, and how many of them kept another number of draft tokens."""
+
+    common: int
+    different: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """One result of vLLM: figures by its counters; the rest is None where it published no rounds.
+
+    `cut`: the last round of a request up to the end token; `inner`: without it; `equal`: prompts whose rounds are all ours.
+    """
+
+    figures: Figures
+    cut: Figures | None
+    inner: Figures | None
+    equal: int | None
+    rounds: Rounds | None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both sides' figures, the same without the last round of each request, and everything that misses a limit."""
+    """Both sides' figures, and everything that misses a limit.
+
+    Attributes:
+        ours_cut: as `dflash evaluate` counts; `ours_inner`: without the last round of each request.
+        judged, other: vLLM's result that is judged, and its other one, None where it has but one.
+        corrected: the judged one is with vLLM's norm corrected.
+    """
 
     ours: Figures
-    theirs: Figures
+    ours_cut: Figures
     ours_inner: Figures | None
-    theirs_inner: Figures | None
+    judged: Served
+    other: Served | None
+    corrected: bool
     num_prompts: int
     equal_texts: int
-    equal_rounds: int | None
     failures: tuple[str, ...]
+
+    @property
+    def theirs(self) -> Figures:
+        return self.judged.figures
 
     @property
     def difference(self) -> float:
@@ -89,6 +131,48 @@ def figures_from_counters(counters: dict[str, Any], block_size: int) -> Figures:
     return Figures(counters["num_drafts"], counters["num_accepted_tokens"], positions)
 
 
+def count_rounds(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> Rounds:
+    """Compare rounds by the place in the text where they begin; after one that differs the two sides may not meet again."""
+    common = different = 0
+    for pair in zip(ours, theirs, strict=True):
+        at_place: list[dict[int, int]] = []
+        for rounds in pair:
+            place, kept_at = 1, {}
+            for kept in rounds:
+                kept_at[place] = kept
+                place += kept + 1
+            at_place.append(kept_at)
+        places = at_place[0].keys() & at_place[1].keys()
+        common += len(places)
+        different += sum(at_place[0][place] != at_place[1][place] for place in places)
+    return Rounds(common, different)
+
+
+def cut_at_end(rounds: Sequence[int], tokens: Sequence[int], end_tokens: Sequence[int]) -> list[int]:
+    """A request's rounds with the last one up to the end token that the answer ends with, as our loop counts."""
+    if not rounds or tokens[-1] not in end_tokens:
+        return list(rounds)
+    earlier = list(rounds[:-1])
+    return [*earlier, min(rounds[-1], len(tokens) - 2 - sum(kept + 1 for kept in earlier))]
+
+
+def _served(request: dict[str, Any], result: dict[str, Any]) -> Served:
+    """Figures of one result of vLLM."""
+    size, rounds = request["block_size"], result["rounds"]
+    figures = figures_from_counters(result["counters"], size)
+    if any(one is None for one in rounds):
+        return Served(figures, None, None, None, None)
+    ours = [item["accepted_whole"] for item in request["prompts"]]
+    cut = [cut_at_end(kept, text, request["eos_token_ids"]) for kept, text in zip(rounds, result["tokens"], strict=True)]
+    return Served(
+        figures,
+        figures_from_rounds(cut, size),
+        figures_from_rounds([kept[:-1] for kept in rounds], size),
+        sum(list(a) == list(b) for a, b in zip(ours, rounds, strict=True)),
+        count_rounds(ours, rounds),
+    )
+
+
 def unequal(ids: Sequence[str], left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> list[str]:
     """Prompts whose two texts differ, each with the place where they part."""
     found = []
@@ -107,6 +191,8 @@ def _text_failures(request: dict[str, Any], plain: dict[str, Any], speculative: 
         "vLLM plain greedy": plain["tokens"],
         "vLLM with the drafter": speculative["tokens"],
     }
+    if "corrected" in speculative:
+        texts["vLLM with the drafter, corrected"] = speculative["corrected"]["tokens"]
     failures, bad = [], set()
     ours = [item["tokens"] for item in request["prompts"]]
     for name, others in texts.items():
@@ -131,20 +217,25 @@ def compare(request: dict[str, Any], plain: dict[str, Any], speculative: dict[st
         Incomparable: something is missing, so that there is nothing to compare.
     """
     block_size, prompts = request["block_size"], request["prompts"]
-    our_rounds, their_rounds = [item["accepted"] for item in prompts], speculative["rounds"]
-    ours, theirs = figures_from_rounds(our_rounds, block_size), figures_from_counters(speculative["counters"], block_size)
-    if ours is None:
+    our_rounds = [item["accepted_whole"] for item in prompts]
+    ours = figures_from_rounds(our_rounds, block_size)
+    ours_cut = figures_from_rounds([item["accepted"] for item in prompts], block_size)
+    if ours is None or ours_cut is None:
         raise Incomparable("our loop had no round: every answer was one token")
     failures, equal_texts = _text_failures(request, plain, speculative)
-    known = all(rounds is not None for rounds in their_rounds)
+    results = [_served(request, speculative)]
+    corrected = "corrected" in speculative
+    if corrected:
+        results.insert(1 if limits.as_shipped else 0, _served(request, speculative["corrected"]))
     result = Comparison(
         ours=ours,
-        theirs=theirs,
+        ours_cut=ours_cut,
         ours_inner=figures_from_rounds([rounds[:-1] for rounds in our_rounds], block_size),
-        theirs_inner=figures_from_rounds([rounds[:-1] for rounds in their_rounds], block_size) if known else None,
+        judged=results[0],
+        other=results[1] if corrected else None,
+        corrected=corrected and not limits.as_shipped,
         num_prompts=len(prompts),
         equal_texts=equal_texts,
-        equal_rounds=sum(list(a) == list(b) for a, b in zip(our_rounds, their_rounds, strict=True)) if known else None,
         failures=(),
     )
     failures += _limit_failures(result, limits)
@@ -175,14 +266,45 @@ def table(result: Comparison) -> list[str]:
         lines.append(f"| {name} | {ours:.{digits}f} | {theirs:.{digits}f} | {share} |")
 
     row("acceptance length, +1 included", result.ours.acceptance_length, result.theirs.acceptance_length)
-    if result.ours_inner and result.theirs_inner:
+    if result.other:
+        name = "with vLLM as it comes" if result.corrected else "with vLLM corrected"
+        row(f"the same {name}", result.ours.acceptance_length, result.other.figures.acceptance_length)
+    if result.judged.cut:
         row(
-            "the same without each request's last round",
+            "a last round counted up to the end token (`dflash evaluate`)",
+            result.ours_cut.acceptance_length,
+            result.judged.cut.acceptance_length,
+        )
+    if result.ours_inner and result.judged.inner:
+        row(
+            "without each request's last round",
             result.ours_inner.acceptance_length,
-            result.theirs_inner.acceptance_length,
+            result.judged.inner.acceptance_length,
         )
     row("drafts", result.ours.num_drafts, result.theirs.num_drafts, 0)
     row("draft tokens kept", result.ours.num_accepted, result.theirs.num_accepted, 0)
     for k, (ours, theirs) in enumerate(zip(result.ours.survival(), result.theirs.survival(), strict=True), start=1):
         row(f"slots 1 to {k} kept, share of drafts" if k > 1 else "slot 1 kept, share of drafts", ours, theirs)
+    return lines
+
+
+def remarks(result: Comparison) -> list[str]:
+    """What to read beside the table, one paragraph a line."""
+
+    def of(served: Served) -> str:
+        if served.rounds is None or served.equal is None:
+            return "vLLM published no rounds"
+        return (
+            f"{served.rounds.different} of {served.rounds.common} rounds that begin at the same token kept another number of "
+            f"draft tokens; all rounds are the same in {served.equal} of {result.num_prompts} prompts"
+        )
+
+    lines = [f"Round by round: {of(result.judged)}."]
+    if result.other:
+        which = ("corrected", "as it comes") if result.corrected else ("as it comes", "corrected")
+        lines += [
+            f"This vLLM normalises the context keys of every draft layer with the first layer's weights (benchmarks/README.md). "
+            f"Judged is vLLM {which[0]}{' in that one function' if result.corrected else ''}; vLLM {which[1]} counts "
+            f"{result.other.figures.acceptance_length:.3f}, {of(result.other)}."
+        ]
     return lines
