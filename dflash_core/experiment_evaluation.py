@@ -233,6 +233,7 @@ def _measure(config: ExperimentConfig, folder: Path, progress: Progress | None, 
     if is_runs and spec != draft_spec(config):
         raise DataError(f"{folder}: the run's config.yaml describes another draft or target")
     _check_fits(spec, config, folder)
+    _check_finite(draft, folder)
     prompts = read_prompts(
         config.data.held_out or "",
         load_tokenizer(target_folder(config)),
@@ -263,6 +264,13 @@ def _untrained_draft(spec: DraftSpec, seed: int, head_VD: Tensor) -> DFlashDraft
     from dflash_core.model.initialise import calibrate_final_norm
 
     return calibrate_final_norm(DFlashDraft(spec).initialise(seed), head_VD.float().cpu()).eval()
+
+
+def _check_finite(draft: DFlashDraft, folder: Path) -> None:
+    """Raises DataError for weights that are not finite: such a draft would pass for one that is merely bad."""
+    for name, tensor in draft.state_dict().items():
+        if not bool(tensor.isfinite().all()):
+            raise DataError(f"{folder}: tensor {name} holds numbers that are not finite")
 
 
 def _check_fits(spec: DraftSpec, config: ExperimentConfig, folder: Path) -> None:

@@ -27,6 +27,7 @@ from dflash_core.evaluation import acceptance as acceptance_module
 from dflash_core.evaluation.decode import Decoded
 from dflash_core.evaluation.walk import WalkItem, walk_draft
 from dflash_core.export import Exporting, exporting
+from dflash_core.export.folder import export_folder
 from dflash_core.export.model_card import card_text
 from dflash_core.export.run_facts import RunFacts
 from dflash_core.model.draft import DFlashDraft
@@ -168,6 +169,26 @@ def test_of_an_evaluation_that_was_made_again_the_last_one_is_shown() -> None:
     run = cast(Any, SimpleNamespace(evals=table))
     assert evals(run, "trained", "prefix_survival")["value"].tolist() == [0.5, 0.5]
     assert evals(run, "trained", "acceptance_length")["value"].tolist() == [2.0]
+
+
+def test_a_draft_with_numbers_that_are_not_finite_is_not_measured(run: tuple[Any, Path], tmp_path: Path) -> None:
+    """All its proposals would be wrong, and it would pass for a draft that learned nothing."""
+    config, _ = run
+    spec = experiment_evaluation.draft_spec(config)
+    tensors = dict(DFlashDraft(spec).initialise(0).state_dict())
+    tensors["norm.weight"][0] = float("nan")
+    save_draft(tmp_path / "draft", spec, tensors)
+    with pytest.raises(DataError, match=r"draft: tensor norm\.weight holds numbers that are not finite"):
+        experiment_evaluation.evaluate_folder(config, tmp_path / "draft")
+
+
+@pytest.mark.parametrize("content", ['{"architectures": ["Qwen3ForCausalLM"]}', "{}", "[]", "damaged"])
+def test_another_model_with_the_files_of_an_export_is_not_replaced(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "model.safetensors").write_text("somebody's")
+    with pytest.raises(DataError, match="another model"), export_folder(tmp_path):
+        pass
+    assert (tmp_path / "model.safetensors").read_text() == "somebody's"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -49,7 +49,7 @@ class ExportFormat:
     """A format: what writes a draft into an empty folder, and what makes a draft of the written files alone.
 
     Both get the folder as it is called while it is written; `read` raises DataError for a difference from the checkpoint, with
-    the name that the folder will have. `read_rows` gives the copies of the target's embedding and head, where a format holds them.
+    the name that the folder will have. `read_rows` gives the copies of the target's embedding and head, if a format has them.
     """
 
     write: Callable[[Path, DFlashDraft, Exporting], None]
