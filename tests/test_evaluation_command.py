@@ -179,7 +179,7 @@ def test_a_draft_that_does_not_fit_the_target(
     out, dflash_config = tmp_path / "out", config["dflash_config"]
     assert "num_target_layers 9" in refused(out, num_target_layers=9)
     assert "target_layer_ids [1, 5]" in refused(out, dflash_config={**dflash_config, "target_layer_ids": [1, 5]})
-    assert "mask_token_id 999" in refused(out, dflash_config={**dflash_config, "mask_token_id": 999})
+    assert "mask_token_id: 999 is not below vocab_size" in refused(out, dflash_config={**dflash_config, "mask_token_id": 999})
     assert "vocab_size" in refused(out, vocab_size=5)
     assert "tensors do not fit" in refused(out, num_hidden_layers=1)
     (run_dir / "config.yaml").write_text((run_dir / "config.yaml").read_text().replace("block_size: 4", "block_size: 5"))
