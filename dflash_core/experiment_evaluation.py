@@ -7,6 +7,7 @@ prompts) stands in a folder of its own, `evaluation.json` with `evaluation.jsonl
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +77,7 @@ def evaluate_run(run_dir: Path, progress: Progress | None = None, chosen: Chosen
     manifest, own = run.read_manifest(), load_experiment(run.config)
     config = chosen.apply(own, str(run.config))
     checkpoint, state = _checkpoint(run, manifest, chosen.checkpoint)
+    _check_target(manifest, config)
     done = _digest(config, state["digests"])
     # What is asked for by its step may be the run's own evaluation after all.
     is_own = config == own and (chosen.checkpoint == "newest" or checkpoint == by_step(run.checkpoints)[-1])
@@ -83,6 +85,7 @@ def evaluate_run(run_dir: Path, progress: Progress | None = None, chosen: Chosen
     if is_own and manifest.get("evaluation_digest") == done:
         if not _is_export_of(run.export, checkpoint):  # deleted, or that of another step since then
             export_checkpoint(checkpoint, run.export, evaluation=manifest["evaluation"])
+            run.update_manifest(export="export")
         return dict(manifest["evaluation"])
     if not is_own and (found := _finished(folder, done)) is not None:
         return found
@@ -95,9 +98,11 @@ def evaluate_run(run_dir: Path, progress: Progress | None = None, chosen: Chosen
         return result
     _log_rows(run, manifest, measured, step)
     _write_prompts(run.path, measured)
-    export_checkpoint(checkpoint, run.export, evaluation=result)
     headline = {key: result[key] for key in ("acceptance_length", "acceptance_length_untrained", "lossless")}
-    run.update_manifest(**headline, export="export", evaluation=result, evaluation_digest=done)
+    # Before the export, which may be refused: what was measured, perhaps for hours, is not lost then.
+    run.update_manifest(**headline, evaluation=result, evaluation_digest=done)
+    export_checkpoint(checkpoint, run.export, evaluation=result)
+    run.update_manifest(export="export")
     return result
 
 
@@ -116,14 +121,34 @@ def evaluate_folder(
     config = (chosen or Chosen()).apply(config, f"experiment {config.name}")
     if not draft.is_dir():
         raise DataError(f"{draft}: no such draft folder")
-    done = _digest(config, [digest_weights(draft), digest_weights(target_folder(config))])
-    if out is not None and (found := _finished(out, done)) is not None:
-        return found
+    # A run's experiment never changes, that of a folder may: here stands what else of it reaches a result.
+    model = config.target.model_dump(mode="json", include={"dtype", "feature_dtype", "attn_implementation"})
+    weights = [digest_weights(draft), digest_weights(target_folder(config))]
+    done = _digest(config, [*weights, model, config.train.seed])
+    if out is not None:
+        if (found := _finished(out, done)) is not None:
+            return found
+        _check_can_write(out)
     measured = _measure(config, draft, progress, is_runs=False)
     result = {**measured.result, "checkpoint": str(draft), "step": None, "training": None}
     if out is not None:
         _write(out, result, measured, done)
     return result
+
+
+def _check_can_write(folder: Path) -> None:
+    """Raises DataError where files could not be put into `folder`, which need not be there: known before hours of decoding."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise DataError(f"--out {folder}: cannot be written; {place} is no folder that may be written to")
+
+
+def _check_target(manifest: dict[str, Any], config: ExperimentConfig) -> None:
+    """Raises DataError where the target's weights are not those that the run was trained on; old runs do not say."""
+    trained_on = (manifest.get("identity") or {}).get("target_weights")
+    folder = target_folder(config)
+    if trained_on is not None and digest_weights(folder) != trained_on:
+        raise DataError(f"{folder}: other weights than those of the target that the run was trained on; nothing is measured")
 
 
 def _is_export_of(folder: Path, checkpoint: Path) -> bool:
@@ -208,6 +233,7 @@ def _measure(config: ExperimentConfig, folder: Path, progress: Progress | None, 
     if is_runs and spec != draft_spec(config):
         raise DataError(f"{folder}: the run's config.yaml describes another draft or target")
     _check_fits(spec, config, folder)
+    _check_finite(draft, folder)
     prompts = read_prompts(
         config.data.held_out or "",
         load_tokenizer(target_folder(config)),
@@ -240,6 +266,13 @@ def _untrained_draft(spec: DraftSpec, seed: int, head_VD: Tensor) -> DFlashDraft
     return calibrate_final_norm(DFlashDraft(spec).initialise(seed), head_VD.float().cpu()).eval()
 
 
+def _check_finite(draft: DFlashDraft, folder: Path) -> None:
+    """Raises DataError for weights that are not finite: such a draft would pass for one that is merely bad."""
+    for name, tensor in draft.state_dict().items():
+        if not bool(tensor.isfinite().all()):
+            raise DataError(f"{folder}: tensor {name} holds numbers that are not finite")
+
+
 def _check_fits(spec: DraftSpec, config: ExperimentConfig, folder: Path) -> None:
     """Raises DataError where the draft was made for another target than the experiment's."""
     from dflash_core.model.target import read_target_shape
@@ -248,15 +281,13 @@ def _check_fits(spec: DraftSpec, config: ExperimentConfig, folder: Path) -> None
     pairs = {
         "hidden_size": (spec.hidden_size, shape.hidden_size),
         "vocab_size": (spec.vocab_size, shape.vocab_size),
-        "num_target_layers": (spec.num_target_layers, shape.num_layers),
+        "num_target_layers": (spec.num_target_layers or shape.num_layers, shape.num_layers),  # some published files do not say
     }
     for key, (ours, theirs) in pairs.items():
         if ours != theirs:
             raise DataError(f"{folder}: made for a target with {key} {ours}; {config.target.path} has {theirs}")
     if not spec.target_layer_ids or not all(0 <= layer < shape.num_layers for layer in spec.target_layer_ids):
         raise DataError(f"{folder}: target_layer_ids {list(spec.target_layer_ids)} are not layers of {config.target.path}")
-    if not 0 <= spec.mask_token_id < shape.vocab_size:
-        raise DataError(f"{folder}: mask_token_id {spec.mask_token_id} is no row of the embedding of {config.target.path}")
 
 
 def _result(trained: Evaluation, untrained: Evaluation | None, speed: dict[str, Any]) -> dict[str, Any]:

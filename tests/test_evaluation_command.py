@@ -182,6 +182,7 @@ def test_a_draft_that_does_not_fit_the_target(
     assert "mask_token_id: 999 is not below vocab_size" in refused(out, dflash_config={**dflash_config, "mask_token_id": 999})
     assert "vocab_size" in refused(out, vocab_size=5)
     assert "layer_types: 2 layers for a draft of 1" in refused(out, num_hidden_layers=1)
+    assert "tensors do not fit" in refused(out, num_hidden_layers=1, layer_types=["full_attention"])
     (run_dir / "config.yaml").write_text((run_dir / "config.yaml").read_text().replace("block_size: 4", "block_size: 5"))
     code, _, err = dflash(monkeypatch, capsys, "evaluate", run_dir)
     assert code == 2 and "describes another draft" in only_line(err) and not (run_dir / "evaluation.jsonl").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import weakref
@@ -16,6 +17,7 @@ from dflash_core.errors import ConfigError
 from dflash_core.model import target_loading
 from dflash_core.model.gguf import resolve_target_folder
 from dflash_core.model.target import ForwardAbandoned, FrozenTarget, read_target_shape
+from dflash_core.model.target_shape import _end_tokens
 from tests.conftest import TINY_TARGET
 
 
@@ -258,3 +260,18 @@ def test_a_model_that_a_draft_cannot_follow_is_refused(kind: str, reason: str, t
     getattr(transformers, name)(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"^target.path: {tmp_path}: {name} {reason}; not supported"):
         FrozenTarget(tmp_path, (1, 2), "float32", "sdpa", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [(5, None, (5,)), (None, None, ()), ([5, 6], 7, (5, 6, 7)), (5, [6, 5], (5, 6)), (5, "{", None)],
+)
+def test_end_tokens_are_those_of_both_files(tmp_path: Path, config: Any, generation: Any, expected: Any) -> None:
+    if generation is not None:
+        text = generation if generation == "{" else json.dumps({"eos_token_id": generation})
+        (tmp_path / "generation_config.json").write_text(text)
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"generation_config\.json: cannot be read"):
+            _end_tokens(tmp_path, config)
+    else:
+        assert _end_tokens(tmp_path, config) == expected

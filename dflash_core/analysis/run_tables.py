@@ -97,9 +97,10 @@ def acceptance(run: Run, kind: str) -> float | None:
 
 
 def evals(run: Run, kind: str, metric: str) -> pd.DataFrame:
-    """Evaluation rows of a kind and metric, by step and position."""
+    """Evaluation rows of a kind and metric, by step and position; of one that was made again, the last."""
     frame: pd.DataFrame = run.evals.to_pandas()
     found = frame[(frame["kind"] == kind) & (frame["metric"] == metric)]
+    found = found.drop_duplicates(["step", "source", "position"], keep="last")
     return found.sort_values(["step", "position"], kind="stable")
 
 

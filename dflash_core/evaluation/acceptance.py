@@ -194,7 +194,7 @@ def evaluate_draft(
     block_size = draft.spec.block_size
     by_source = {ALL_SOURCES: Acceptance(block_size)}
     for prompt, result in zip(prompts, decoded, strict=True):
-        for source in (ALL_SOURCES, prompt.source):
+        for source in {ALL_SOURCES, prompt.source}:  # once, where a source has that very name
             by_source.setdefault(source, Acceptance(block_size)).add(result)
     answers = [None] * len(prompts) if baseline is None else baseline.answers(prompts)
     equal = tuple(None if answer is None else answer == d.tokens for answer, d in zip(answers, decoded, strict=True))

@@ -154,7 +154,7 @@ def walk_draft(
             known_AK = known_slots(item, block_size)
             rounds = tuple(walk(accepted(item, hits)))
             decoded = Decoded(item.answer[: item.limit], rounds, len(rounds))
-            for source in (ALL_SOURCES, item.source):
+            for source in {ALL_SOURCES, item.source}:  # once, where a source has that very name
                 by_source.setdefault(source, Acceptance(block_size)).add(decoded)
                 none = SlotAccuracy([0] * (block_size - 1), [0] * (block_size - 1))
                 accuracy.setdefault(source, none).add(hits, known_AK)

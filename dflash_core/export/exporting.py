@@ -13,9 +13,9 @@ from dflash_core.errors import DataError
 from dflash_core.export.folder import CARD_FILE, export_folder
 from dflash_core.export.model_card import card_text
 from dflash_core.export.run_facts import read_run_facts
-from dflash_core.export.speculators import read_speculators, write_speculators
-from dflash_core.export.target_rows import read_target_rows
-from dflash_core.export.verify import compare_outputs, compare_weights, verify_zlab
+from dflash_core.export.speculators import read_speculators, read_speculators_rows, write_speculators
+from dflash_core.export.target_rows import TargetRows, read_target_rows
+from dflash_core.export.verify import compare_outputs, compare_rows, compare_weights, verify_zlab
 from dflash_core.export.zlab import write_zlab
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.weights import WEIGHTS_FILE, load_draft, read_config
@@ -49,11 +49,12 @@ class ExportFormat:
     """A format: what writes a draft into an empty folder, and what makes a draft of the written files alone.
 
     Both get the folder as it is called while it is written; `read` raises DataError for a difference from the checkpoint, with
-    the name that the folder will have.
+    the name that the folder will have. `read_rows` gives the copies of the target's embedding and head, if a format has them.
     """
 
     write: Callable[[Path, DFlashDraft, Exporting], None]
     read: Callable[[Path, Exporting], DFlashDraft]
+    read_rows: Callable[[Path], TargetRows] | None = None
 
 
 def _write_zlab(folder: Path, draft: DFlashDraft, what: Exporting) -> None:
@@ -65,7 +66,7 @@ def _read_zlab(folder: Path, what: Exporting) -> DFlashDraft:
 
 
 def _write_speculators(folder: Path, draft: DFlashDraft, what: Exporting) -> None:
-    rows = None if what.target is None else read_target_rows(what.target, draft.spec)
+    rows = _target_rows(draft, what)
     if what.target is None or rows is None:
         raise DataError(f"{what.folder}: the speculators format holds the target's embedding and head, which were not found")
     config = read_config(what.target)
@@ -75,12 +76,17 @@ def _write_speculators(folder: Path, draft: DFlashDraft, what: Exporting) -> Non
 def _read_speculators(folder: Path, what: Exporting) -> DFlashDraft:
     draft = read_speculators(folder)
     compare_weights(draft, what.checkpoint, what.dtype, what.folder)
+    compare_rows(read_speculators_rows(folder), _target_rows(draft, what), what.dtype, what.folder)
     return draft
+
+
+def _target_rows(draft: DFlashDraft, what: Exporting) -> TargetRows | None:
+    return None if what.target is None else read_target_rows(what.target, draft.spec)
 
 
 FORMATS: dict[str, ExportFormat] = {
     "zlab": ExportFormat(_write_zlab, _read_zlab),
-    "speculators": ExportFormat(_write_speculators, _read_speculators),
+    "speculators": ExportFormat(_write_speculators, _read_speculators, read_speculators_rows),
 }
 
 
@@ -108,8 +114,8 @@ def export_draft(what: Exporting, *, verify: bool = False) -> dict[str, Any]:
         if written.spec != draft.spec:
             raise DataError(f"{what.folder}: the written config reads back as another draft")
         if verify:
-            rows = None if what.target is None else read_target_rows(what.target, draft.spec)
-            figures = compare_outputs(written, what.checkpoint, what.dtype, rows, what.folder)
+            rows, own = _target_rows(draft, what), chosen.read_rows and chosen.read_rows(new)
+            figures = compare_outputs(written, what.checkpoint, what.dtype, rows, what.folder, own)
             num_parameters = sum(parameter.numel() for parameter in written.parameters())
             sizes = {"num_tensors": len(written.state_dict()), "num_parameters": num_parameters}
             result["verified"] = {**sizes, "weights_sha256": digest_file(new / WEIGHTS_FILE), **figures}

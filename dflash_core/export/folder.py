@@ -10,6 +10,7 @@ from pathlib import Path
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
 from dflash_core.errors import DataError
 from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE
+from dflash_core.provenance import read_json
 
 CARD_FILE = "README.md"
 # All that an export holds, in any format; a folder with anything else in it is somebody's.
@@ -49,6 +50,17 @@ def _refuse_what_is_not_ours(folder: Path) -> None:
             raise DataError(
                 f"{folder}: holds {foreign[0]}, which no export writes and which would be lost; name another folder with --out"
             )
+        if (folder / CONFIG_FILE).exists() and not _is_a_drafts(folder / CONFIG_FILE):
+            raise DataError(f"{folder}: holds another model, which would be lost; name another folder with --out")
+
+
+def _is_a_drafts(config: Path) -> bool:
+    """Whether the file is the config of a draft, in any format; of a damaged one nobody knows."""
+    try:
+        content = read_json(config)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("architectures") == ["DFlashDraftModel"]
 
 
 def _empty(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -186,14 +187,15 @@ def _duration(seconds: float) -> str:
 
 
 def _serving(spec: DraftSpec, target: str, variables: Any) -> str:
+    named = shlex.quote(target)
     told = json.dumps({"method": "dflash", "model": DRAFT_FOLDER, "num_speculative_tokens": spec.block_size - 1})
     kinds = set(spec.to_hf_config()["layer_types"])
     runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if len(kinds) > 1 else ""  # vLLM 0.32 refuses a mixture otherwise
     lines = [
         "## Serving",
         f"`{DRAFT_FOLDER}` is this folder, `{target}` the target's repository or folder.",
-        f"vLLM:\n\n```bash\n{runner}vllm serve {target} --speculative-config '{told}'\n```",
-        f"SGLang:\n\n```bash\npython -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
+        f"vLLM:\n\n```bash\n{runner}vllm serve {named} --speculative-config '{told}'\n```",
+        f"SGLang:\n\n```bash\npython -m sglang.launch_server --model-path {named} --speculative-algorithm DFLASH \\\n"
         f"    --speculative-draft-model-path {DRAFT_FOLDER} --speculative-num-draft-tokens {spec.block_size}\n```",
     ]
     if isinstance(variables, Mapping) and variables:

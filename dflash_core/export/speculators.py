@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dflash_core.errors import ConfigError, DataError
+from dflash_core.export.target_rows import TargetRows
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
 from dflash_core.model.spec_file import SLIDING
@@ -144,6 +145,15 @@ def read_speculators(folder: Path) -> DFlashDraft:
         first_lines = " ".join(str(error).split())[:300]
         raise DataError(f"{folder / WEIGHTS_FILE}: tensors do not fit the config: {first_lines}") from None
     return draft.eval()
+
+
+def read_speculators_rows(folder: Path) -> TargetRows:
+    """The copies of the target's embedding and head in such a draft; raises DataError where one is missing."""
+    try:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            return TargetRows(file.get_tensor(EMBEDDING), file.get_tensor(HEAD))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(f"{folder}: embedding and head cannot be read ({error})") from None
 
 
 def _flat(config: Any, where: Path) -> dict[str, Any]:

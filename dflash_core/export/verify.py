@@ -121,14 +121,34 @@ def compare_weights(written: DFlashDraft, checkpoint: Path, dtype: torch.dtype, 
             raise DataError(f"{where}: tensor {name} differs from the checkpoint's in {different} of {tensor.numel()} numbers")
 
 
+def compare_rows(written: TargetRows, rows: TargetRows | None, dtype: torch.dtype, where: Path) -> None:
+    """Compare the copies of the target's rows in an export with the target's own, rounded to `dtype`; raises DataError."""
+    if rows is None:
+        raise DataError(f"{where}: the target's embedding and head were not found to compare with")
+    for name, ours, theirs in (
+        ("embedding", written.embedding_VD, rows.embedding_VD),
+        ("head", written.head_VD, rows.head_VD),
+    ):
+        if ours.dtype != dtype or not torch.equal(ours, theirs.to(dtype)):
+            raise DataError(f"{where}: the copy of the target's {name} differs from the target's own")
+
+
 @torch.inference_mode()
-def compare_outputs(written: DFlashDraft, checkpoint: Path, dtype: torch.dtype, rows: TargetRows | None, where: Path) -> Any:
+def compare_outputs(
+    written: DFlashDraft,
+    checkpoint: Path,
+    dtype: torch.dtype,
+    rows: TargetRows | None,
+    where: Path,
+    own: TargetRows | None = None,
+) -> Any:
     """Run the draft that was made of the written files and that of the checkpoint on the same random blocks.
 
     Args:
         written: the reloaded draft, in fp32.
         dtype: number format of the written tensors.
         rows: the target's embedding and head; None: final states are compared and not logits.
+        own: the copies of them in the export, compared already; the reloaded draft works with these.
 
     Returns:
         Figures, as JSON can hold them.
@@ -139,8 +159,8 @@ def compare_outputs(written: DFlashDraft, checkpoint: Path, dtype: torch.dtype, 
     original = load_draft(checkpoint)
     rounded = DFlashDraft(original.spec)
     rounded.load_state_dict({name: tensor.to(dtype).float() for name, tensor in original.state_dict().items()})
-    run = _runner(original.spec, rows)
-    ours, exact, full = run(written), run(rounded.eval()), run(original)
+    run = _runner(original.spec, own or rows)
+    ours, exact, full = run(written), run(rounded.eval()), _runner(original.spec, rows)(original)
     difference = float((ours - exact).abs().max())
     relative = float((ours - full).norm() / full.norm())
     tolerance = 0.0 if dtype == torch.float32 else BF16_TOLERANCE

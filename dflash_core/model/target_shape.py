@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ def read_target_shape(folder: Path) -> TargetShape:
     if getattr(config, "final_logit_softcapping", None):
         raise ConfigError(f"{folder}: the target caps its final logits (final_logit_softcapping); not supported")
     heads = config.num_attention_heads
-    eos = config.eos_token_id if config.eos_token_id is not None else ()
     rope = getattr(config, "rope_parameters", None) or {}
     return TargetShape(
         hidden_size=config.hidden_size,
@@ -57,6 +57,25 @@ def read_target_shape(folder: Path) -> TargetShape:
         rope_theta=float(rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))),
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
+        eos_token_ids=_end_tokens(folder, config.eos_token_id),
         pad_token_id=int(config.pad_token_id or 0),
     )
+
+
+def _end_tokens(folder: Path, from_config: Any) -> tuple[int, ...]:
+    """Tokens that end an answer, as serving engines take them: those of the config and those of `generation_config.json`.
+
+    Raises:
+        ConfigError: the second file is there and cannot be read.
+    """
+    file = folder / "generation_config.json"
+    more = None
+    if file.is_file():
+        try:
+            more = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{file}: cannot be read ({error})") from None
+    found: list[int] = []
+    for ids in (from_config, more):
+        found += ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+    return tuple(dict.fromkeys(int(token) for token in found))
