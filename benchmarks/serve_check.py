@@ -92,7 +92,8 @@ def subject_of_run(run_dir: Path, work: Path) -> Subject:
     run = RunFolder(run_dir)
     manifest = run.read_manifest()
     facts = training_facts(run_dir)
-    return Subject(manifest["run_id"], load_experiment(run.config), export_run(run_dir, work / "draft"), facts)
+    exported = Path(export_run(run_dir, work / "draft")["path"])
+    return Subject(manifest["run_id"], load_experiment(run.config), exported, facts)
 
 
 def subject_of_folder(given: argparse.Namespace) -> Subject:

@@ -29,6 +29,7 @@ import serve_check_ours as counting  # noqa: E402
 import serve_check_vllm as serving  # noqa: E402
 
 from dflash_core.errors import DataError, TrainingError, UserError  # noqa: E402
+from tests.test_training_run import train  # noqa: E402
 
 LIMITS = comparing.Limits(tolerance=0.05, minimum=1.0, prompts=2)
 
@@ -413,3 +414,12 @@ def test_an_untrained_drafter_in_the_real_vllm(tmp_path: Path, monkeypatch: pyte
     served = json.loads((tmp_path / "home/serving/draft/speculative.json").read_text())
     assert served.get("corrected", served)["rounds"] == [item["accepted_whole"] for item in request["prompts"]]
     assert "**Passed.**" in next(tmp_path.glob("*-serving-tiny-target.md")).read_text()
+
+
+def test_a_run_is_exported_afresh_with_what_its_training_was(micro_experiment: Path, tmp_path: Path) -> None:
+    from dflash_core.model.weights import load_draft
+
+    run_dir = train(micro_experiment, "served", "train.max_steps=2")
+    subject = serve_check.subject_of_run(run_dir, tmp_path / "work")
+    assert load_draft(subject.draft).spec.block_size == subject.config.draft.block_size
+    assert subject.training["steps"] == 2 and subject.training["complete"] and subject.training["anchors"] > 0
