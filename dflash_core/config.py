@@ -148,8 +148,13 @@ class TrainConfig(Config):
     loss_gamma: PositiveFloat | None = Field(None, description="Decay of the slot weights; default by block size")
     dpace_alpha: Fraction = Field(0.5, description="D-PACE: how far a slot's probability is lifted towards 1")
     scale_features: bool = Field(
-        True,
-        description="Train with every channel of the target's states at the same size; exports take them as they are",
+        False,
+        description="Train with every channel of the target's states at the same size (exports take them as they are); helps"
+        " where sizes differ by orders of magnitude",
+    )
+    calibrate_norm: bool = Field(
+        False,
+        description="Begin with logits of deviation 1, whatever the head's rows; for targets that begin at a loss of 20 and more",
     )
     checkpoint_every: PositiveInt = Field(100, description="Optimizer steps between checkpoints")
     keep_last: PositiveInt = Field(2, description="Newest checkpoints kept")

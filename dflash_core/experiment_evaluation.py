@@ -21,8 +21,6 @@ from dflash_core.provenance import digest_json, digest_weights, read_json, write
 from dflash_core.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from dflash_core.evaluation import Evaluation
     from dflash_core.model.draft import DFlashDraft
     from dflash_core.model.spec import DraftSpec
@@ -252,18 +250,17 @@ def _measure(config: ExperimentConfig, folder: Path, progress: Progress | None, 
     trained = measure(target, draft.to(device), prompts, limit, baseline, progress)
     untrained = None
     if some := prompts[: settings.untrained_prompts]:
-        fresh = _untrained_draft(spec, config.train.seed, target.head_VH).to(device)
+        fresh = _untrained_draft(spec, config.train.seed).to(device)
         untrained = measure(target, fresh, some, limit, baseline)
     speed = measure_speed(target, draft, [prompt.input_ids for prompt in prompts], limit, batch, settings.speed_prompts)
     return Measured(trained, untrained, _result(trained, untrained, speed))
 
 
-def _untrained_draft(spec: DraftSpec, seed: int, head_VD: Tensor) -> DFlashDraft:
-    """The draft as training begins with it, in fp32 on the CPU. `head_VD` is the target's."""
+def _untrained_draft(spec: DraftSpec, seed: int) -> DFlashDraft:
+    """A draft before any training, in fp32 on the CPU."""
     from dflash_core.model.draft import DFlashDraft
-    from dflash_core.model.initialise import calibrate_final_norm
 
-    return calibrate_final_norm(DFlashDraft(spec).initialise(seed), head_VD.float().cpu()).eval()
+    return DFlashDraft(spec).initialise(seed).eval()
 
 
 def _check_finite(draft: DFlashDraft, folder: Path) -> None:

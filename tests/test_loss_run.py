@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,12 @@ def test_the_tiny_targets_draft_begins_with_logits_of_a_bearable_size(tmp_path: 
     run_dir = train(experiment, "first", "train.max_steps=1", "target.mask_token_id=261")
     vocabulary = FrozenTarget(TINY_TARGET, (1,), "float32", "sdpa", "cpu").shape.vocab_size
     assert math.log(vocabulary) < losses(run_dir)[0] < 2.5 * math.log(vocabulary)
+
+
+def test_a_calibrated_run_begins_with_a_smaller_loss(micro_experiment: Path) -> None:
+    firsts = {}
+    for wanted in ("false", "true"):
+        run_dir = start(micro_experiment, f"calibrated-{wanted}", "train.max_steps=1", f"train.calibrate_norm={wanted}")
+        root.train_run(root.load_experiment(run_dir / "config.yaml"), run_dir)
+        firsts[wanted] = json.loads((run_dir / "metrics" / "steps.jsonl").read_text().splitlines()[0])["loss"]
+    assert firsts["true"] < 0.7 * firsts["false"]

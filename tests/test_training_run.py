@@ -247,7 +247,7 @@ def test_a_run_from_before_there_were_losses_and_scales_to_choose_resumes_as_it_
     real = root._identity
 
     def as_then(*args: Any) -> dict[str, Any]:
-        later = ("train.loss", "train.dpace_alpha", "train.scale_features")
+        later = ("train.loss", "train.dpace_alpha", "train.scale_features", "train.calibrate_norm")
         return {key: value for key, value in real(*args).items() if key not in later}
 
     monkeypatch.setattr(root, "_identity", as_then)

@@ -57,7 +57,9 @@ def load_target(job: TrainingJob, device: str) -> FrozenTarget:
 def make_trainer(job: TrainingJob, group: CellGroup, device: str, target: FrozenTarget, num_steps: int) -> DraftTrainer:
     """A fresh draft with its optimizer on one device; embedding and head are the target's."""
     embedding, head = target.embedding_VH.to(device), target.head_VH.to(device)
-    draft = calibrate_final_norm(DFlashDraft(job.spec).initialise(job.train.seed), head)
+    draft = DFlashDraft(job.spec).initialise(job.train.seed)
+    if job.train.calibrate_norm:
+        calibrate_final_norm(draft, head)
     scale_F = measure_feature_scale(target, Dataset.open(job.dataset)) if job.train.scale_features else None
     if scale_F is not None:
         calibrate_context(draft, scale_F)

@@ -15,7 +15,12 @@ from dflash_core.provenance import read_json, write_json
 
 SCHEMA_VERSION = 1
 # What runs did before there was a key for it: their identities do not hold the key.
-BEFORE_THE_KEY: dict[str, Any] = {"train.loss": "cross_entropy", "train.dpace_alpha": 0.5, "train.scale_features": False}
+BEFORE_THE_KEY: dict[str, Any] = {
+    "train.loss": "cross_entropy",
+    "train.dpace_alpha": 0.5,
+    "train.scale_features": False,
+    "train.calibrate_norm": False,
+}
 
 
 def now() -> str:
