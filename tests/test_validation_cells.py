@@ -56,7 +56,7 @@ def measured(run_dir: Any) -> list[tuple[int, int]]:
 
 def test_the_first_cell_measures_and_the_others_wait(bench: Bench) -> None:
     """Twice for most of the watchdog's limit: with its step it lasts longer than any one wait may, and is no stall."""
-    run_dir = bench.make("slow", *VALIDATED, "prefetch.stall_timeout_s=6.0")
+    run_dir = bench.make("slow-measurement", *VALIDATED, "prefetch.stall_timeout_s=6.0")
     children = bench.start(run_dir, ("tests.test_validation_cells:slow_walk", {"seconds": [4.5, 4.5]}), patched_cells=(0,))
     assert [child.wait(60.0) for child in children] == [0, 0], [child.output()[-2000:] for child in children]
     assert measured(run_dir) == [(4, 0), (8, 0)]
@@ -64,14 +64,14 @@ def test_the_first_cell_measures_and_the_others_wait(bench: Bench) -> None:
 
 
 def test_a_measurement_that_hangs_is_named_by_its_own_cell(bench: Bench) -> None:
-    run_dir = bench.make("hangs", *VALIDATED, "prefetch.stall_timeout_s=3.0")
+    run_dir = bench.make("measurement-hangs", *VALIDATED, "prefetch.stall_timeout_s=3.0")
     children = bench.start(run_dir, ("tests.test_validation_cells:slow_walk", {"seconds": [50.0]}), patched_cells=(0,))
     assert [child.wait(30.0) for child in children] == [3, 3]
     assert "stage 'validation after 4 steps': no progress" in RunFolder(run_dir).read_manifest()["error"]
 
 
 def test_one_that_fails_ends_all_cells_and_is_what_the_manifest_says(bench: Bench) -> None:
-    run_dir = bench.make("fails", *VALIDATED)
+    run_dir = bench.make("measurement-fails", *VALIDATED)
     patch = ("tests.test_validation_cells:slow_walk", {"seconds": [], "fails": True})
     assert [child.wait(30.0) for child in bench.start(run_dir, patch, patched_cells=(0,))] == [3, 3]
     assert "validation after 4 steps': RuntimeError: no figure today" in RunFolder(run_dir).read_manifest()["error"]
@@ -82,7 +82,7 @@ def test_one_that_fails_ends_all_cells_and_is_what_the_manifest_says(bench: Benc
 
 @pytest.mark.parametrize("cells", [(0,), (1,)])
 def test_a_stop_at_a_due_step_is_made_up_for_by_all_cells(bench: Bench, cells: tuple[int, ...]) -> None:
-    run_dir = bench.make(f"stopped-{cells[0]}", *VALIDATED)
+    run_dir = bench.make(f"stopped-when-due-{cells[0]}", *VALIDATED)
     patch = ("tests.harness.breaks:signal_at_step", {"step": 3, "number": signal.SIGTERM})
     assert {child.wait(30.0) for child in bench.start(run_dir, patch, patched_cells=cells)} == {4}
     before = measured(run_dir)
@@ -92,7 +92,7 @@ def test_a_stop_at_a_due_step_is_made_up_for_by_all_cells(bench: Bench, cells: t
 
 
 def test_all_cells_stop_while_the_first_one_decodes(bench: Bench) -> None:
-    run_dir = bench.make("decoding", *VALIDATED, "evaluate.max_new_tokens=11")
+    run_dir = bench.make("stopped-while-decoding", *VALIDATED, "evaluate.max_new_tokens=11")
     patch = ("tests.test_validation_cells:signal_while_decoding", {"number": signal.SIGTERM})
     assert [child.wait(30.0) for child in bench.start(run_dir, patch, patched_cells=(0,))] == [4, 4]
     assert RunFolder(run_dir).read_manifest()["state"] == "stopped"
