@@ -34,14 +34,23 @@ class StopRequest:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Inside, a signal raises `StoppedWhileBuilding`, at once: loading a target can take minutes, and nothing is lost."""
+        """Inside, a signal raises `StoppedWhileBuilding`, at once: loading a target can take minutes, and nothing is lost.
+
+        Compiled code can swallow what a handler raises and go on, or raise an error of its own for it (`torch.asarray` does
+        while weights are read); whichever way the inside ends after a signal, it was stopped.
+        """
         self._raises = True
         try:
-            if self.signal_name is not None:
-                raise StoppedWhileBuilding
-            yield
+            if self.signal_name is None:
+                yield
+        except Exception:
+            if self.signal_name is None:
+                raise
+            raise StoppedWhileBuilding from None
         finally:
             self._raises = False
+        if self.signal_name is not None:
+            raise StoppedWhileBuilding
 
     def _handle(self, number: int, _frame: object) -> None:
         self.signal_name = signal.Signals(number).name
