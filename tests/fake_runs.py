@@ -7,7 +7,7 @@ scatter. Everything follows from the seed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ TOKEN_BUDGET = 2048
 
 @dataclass(frozen=True)
 class FakeRun:
-    """What to plant. `manifest` and `config` override the values written, by (dotted) key."""
+    """What to plant. `manifest` and `config` override the values written, by (dotted) key.
+
+    Each of `plants` gets the rows of all streams by name and changes them before they are written.
+    """
 
     name: str = "diverse"
     order: str = "diverse"
@@ -40,6 +43,7 @@ class FakeRun:
     stats: bool = True
     manifest: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    plants: tuple[Callable[[dict[str, list[dict[str, Any]]]], None], ...] = ()
 
 
 def bucket_order(order: str, num_batches: int, group: int, rng: Generator) -> np.ndarray:
@@ -134,16 +138,15 @@ def write_run(folder: Path, fake: FakeRun, dataset: Path | None = None) -> Path:
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "provenance.json").write_text(json.dumps({"git": {"commit": "abc123", "dirty": False}}))
     batches = batch_rows(folder.name, fake, rng)
-    write_jsonl(folder / "metrics" / "batches.jsonl", batches)
-    write_jsonl(folder / "metrics" / "steps.jsonl", step_rows(folder.name, fake, batches, rng))
-    write_jsonl(
-        folder / "metrics" / "events.jsonl",
-        checkpoint_events(folder.name, fake),
-    )
-    if fake.evals:
-        write_jsonl(folder / "metrics" / "evals.jsonl", eval_rows(folder.name, fake))
-    if fake.stats:
-        write_jsonl(folder / "metrics" / "stats.jsonl", stat_rows(folder.name, fake, rng))
+    streams = {"batches": batches, "steps": step_rows(folder.name, fake, batches, rng)}
+    streams["events"] = checkpoint_events(folder.name, fake)
+    streams["evals"] = eval_rows(folder.name, fake) if fake.evals else []
+    streams["stats"] = stat_rows(folder.name, fake, rng) if fake.stats else []
+    for plant in fake.plants:
+        plant(streams)
+    for name, rows in streams.items():
+        if rows or name == "events":
+            write_jsonl(folder / "metrics" / f"{name}.jsonl", rows)
     return folder
 
 
