@@ -1,4 +1,4 @@
-"""One line of progress now and then, through the log, so that it reaches the run's log file, Prefect and a plain terminal alike."""
+"""One line of progress now and then, through the log, so that it reaches terminal, log file and Prefect alike."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def console_sinks(name: str, total_steps: int, every_s: float) -> list[MetricsSi
 
 
 def is_live_terminal(stream: IO[str]) -> bool:
-    """Whether a display that is drawn over belongs on `stream`: a terminal that can, for this process alone, in its foreground."""
+    """Whether a changing display belongs on `stream`: a terminal that can, for this process alone, in its foreground."""
     try:
         if not stream.isatty() or os.environ.get("TERM") in (None, "dumb") or any(v in os.environ for v in LAUNCHER_VARIABLES):
             return False

@@ -138,8 +138,9 @@ def _norms(view: RunView, recent: str) -> str:
     clipped = sum(bool(row.get("clipped")) for row in view.recent) / len(view.recent)
     skipped = sum(bool(row.get("skipped")) for row in view.recent)
     return (
-        f"{number(view.newest('grad_norm'), '.3g')}  {sparkline(norms[-SPARKLINE_COLUMNS:])}  median {statistics.median(norms):.3g}, "
-        f"highest {max(norms):.3g}, clipped {clipped:.0%}, {skipped or 'none'} skipped ({recent})"
+        f"{number(view.newest('grad_norm'), '.3g')}  {sparkline(norms[-SPARKLINE_COLUMNS:])}  "
+        f"median {statistics.median(norms):.3g}, highest {max(norms):.3g}, clipped {clipped:.0%}, "
+        f"{skipped or 'none'} skipped ({recent})"
     )
 
 
@@ -163,7 +164,11 @@ def _cell_rows(view: RunView, cell: int) -> list[tuple[str, str]]:
     )
     rows = [(f"bucket runs{of}", f"{runs} batches")]
     depths, dispatched = newest.get("prefetch_depths") or [], newest.get("dispatched_per_target") or []
-    means, empty, full = view.mean_depths(cell), view.queue_shares(cell, "queue_get_wait_s"), view.queue_shares(cell, "queue_put_wait_s")
+    means, empty, full = (
+        view.mean_depths(cell),
+        view.queue_shares(cell, "queue_get_wait_s"),
+        view.queue_shares(cell, "queue_put_wait_s"),
+    )
     for target, depth in enumerate(depths[:MOST_TARGETS]):
         parts = [f"depth {depth} (mean {means[target]:.1f})"]
         parts += [f"waited for batches {share:.0%}" for share in empty[target : target + 1] if share is not None]
@@ -187,7 +192,9 @@ def _event(row: Mapping[str, Any], now: float) -> str:
         "checkpoint_end": lambda: f"checkpoint {row.get('folder')} written in {number(row.get('write_s'), '.1f')} s",
         "validation": lambda: f"acceptance length {number(row.get('acceptance_length'), '.2f')} measured on held-out prompts",
         "resume": lambda: "resumed" + (f", passed over {row['passed_over']}" if row.get("passed_over") else ""),
-        "skip": lambda: f"step skipped: loss {number(row.get('loss'), '.3g')}, gradient norm {number(row.get('grad_norm'), '.3g')}",
+        "skip": lambda: (
+            f"step skipped: loss {number(row.get('loss'), '.3g')}, gradient norm {number(row.get('grad_norm'), '.3g')}"
+        ),
         "signal": lambda: f"stopping, asked by {row.get('name')}",
         "out_of_memory": lambda: f"target {row.get('target')} ran out of memory and split a batch",
     }

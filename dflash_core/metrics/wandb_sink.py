@@ -79,7 +79,7 @@ class WandbSink(OptionalSink):
                 self._run.log(values)
 
     def _define(self, values: Mapping[str, float]) -> None:
-        """Give each new name its step axis. By itself: a pattern (`queue/*`) leaves it open whether deeper names are meant too."""
+        """Give each new name its step axis, one by one: a pattern (`queue/*`) leaves it open whether it means deeper names."""
         for name in values:
             if name not in self._defined:
                 self._defined.add(name)

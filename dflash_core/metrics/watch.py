@@ -105,7 +105,9 @@ class WatchedRun:
             found += _unequal_dispatch(self.view)
         not_finite = [row["step"] for row in self.view.recent if row.get("skipped")]
         if not_finite:
-            found.append(f"{len(not_finite)} of the last {len(self.view.recent)} steps were not finite, the last one {not_finite[-1]}")
+            found.append(
+                f"{len(not_finite)} of the last {len(self.view.recent)} steps were not finite, the last one {not_finite[-1]}"
+            )
         if bad := sum(follower.num_bad for follower in self.followers.values()):
             found.append(f"{bad} lines of the metrics are no JSON objects and are left out")
         return found
@@ -205,5 +207,3 @@ def _unequal_dispatch(view: RunView) -> list[str]:
         if (max(counts) - min(counts)) * len(counts) > UNEQUAL_DISPATCH * total:
             found.append(f"targets of cell {cell} were given unequal numbers of batches: {', '.join(f'{n:,}' for n in counts)}")
     return found
-
-
