@@ -32,7 +32,14 @@ def test_every_name_lies_in_a_name_space_and_has_unit_and_meaning() -> None:
         assert name in names
     for name in ("padding_efficiency", "current_run", "longest_run"):
         assert f"batch/{name}" in names
-    for name in ("depth/target_{}", "data_wait_s", "target_wait_s", "put_wait_s/target_{}", "get_wait_s/target_{}", "budget_wait_s"):
+    for name in (
+        "depth/target_{}",
+        "data_wait_s",
+        "target_wait_s",
+        "put_wait_s/target_{}",
+        "get_wait_s/target_{}",
+        "budget_wait_s",
+    ):
         assert f"queue/{name}" in names
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -118,7 +117,9 @@ def test_sigkill_amid_logging_threads_keeps_every_row_whose_log_call_returned(
     for steps in kept.values():
         assert steps == list(range(len(steps)))
     missing = [
-        line for line in confirmed if line.endswith("\n") and int(line.split()[2]) >= len(kept[line.split()[0], int(line.split()[1])])
+        line
+        for line in confirmed
+        if line.endswith("\n") and int(line.split()[2]) >= len(kept[line.split()[0], int(line.split()[1])])
     ]
     assert len(confirmed) >= kill_after and not missing
     if sink == "wandb":

@@ -33,10 +33,13 @@ class JsonlFollower:
         """Rows that stand for a stretch that was passed by, if any, and the new rows behind it.
 
         A file that is not there has no rows; one that is shorter than what was read is taken for a new one.
+
+        Raises:
+            OSError: the file cannot be read.
         """
         try:
             file = os.open(self.path, os.O_RDONLY)
-        except OSError:
+        except FileNotFoundError:
             self._end = 0
             return [], []
         try:

@@ -78,8 +78,8 @@ class WatchedRun:
         self.has_ended = self.manifest["state"] in ENDED
         self.view.total_steps = self._total_steps()
         try:
-            for name, follower in self.followers.items():
-                samples, rows = follower.read()
+            for name in WATCHED_STREAMS:
+                samples, rows = self._read_rows(name)
                 for row in samples if name == "steps" else ():
                     self.view.sample(row)
                 for row in rows:
@@ -87,7 +87,7 @@ class WatchedRun:
             self._take_measurement()
             described = {**self.manifest, "settings": self._settings(), "edges": self._edges()}
             return whole_view(self.view, described, self.warnings(now), now)
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DataError(f"{self.folder / 'metrics'}: a field has a value of another kind than it should ({what})") from error
 
@@ -124,6 +124,13 @@ class WatchedRun:
         if quiet > max(QUIET_S, QUIET_STEPS * (view.seconds_per_step() or 0.0)):
             found.append(f"no row has come for {duration(quiet)}")
         return found
+
+    def _read_rows(self, stream: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        follower = self.followers[stream]
+        try:
+            return follower.read()
+        except OSError as error:
+            raise UserError(f"{follower.path}: cannot be read: {error.strerror}") from None
 
     def _read_manifest(self) -> dict[str, Any]:
         path = self.folder / "manifest.json"
