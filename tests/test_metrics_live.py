@@ -130,9 +130,9 @@ def test_a_resume_forgets_what_is_trained_again() -> None:
     view.take("events", {"kind": "validation", "step": 25, "acceptance_length": 3.0})
     view.take("events", {"kind": "resume", "step": 20, "attempt": 1})
     assert view.num_done == 20 and not view.stats and view.measured is None and view.attempt == 1
-    view.take("steps", step(29, attempt=0))  # a late row of the attempt that is over
     for number in range(20, 24):
         view.take("steps", step(number, attempt=1, loss=2.0, time=5e9 + number))
+    view.take("steps", step(29, attempt=0))  # a late row of the attempt that is over
     assert view.num_done == 24 and [number for number, _ in view.loss.points] == list(range(24))
     assert view.seconds_per_step() == 1.0  # the time between the attempts is not that of a step
 

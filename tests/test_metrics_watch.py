@@ -47,7 +47,8 @@ def full_stats(streams: Streams) -> None:
         done = row["step"] + 1
         row |= {
             "cell": 0, "current_run": 1, "mean_run": 1.25, "dispatched_per_target": [2 * done, 2 * done],
-            "observed_s": 0.5 * done, "queue_get_wait_s": [0.1 * done, 0.2 * done], "queue_put_wait_s": [0.05 * done, 0.0], "queue_max_depths": [8, 8],
+            "observed_s": 0.5 * done, "queue_get_wait_s": [0.1 * done, 0.2 * done],
+            "queue_put_wait_s": [0.05 * done, 0.0], "queue_max_depths": [8, 8],
             "budget_wait_s": 12.5, "prefetch_depths": [6, 5],
         }  # fmt: skip
 
