@@ -273,9 +273,7 @@ def watch(
     run_dir: Annotated[Path, typer.Argument(help="Run folder")],
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show the run once, as it is now")] = False,
-    report: Annotated[
-        bool, typer.Option("--report", help="Write the report of the run as it is now, and end")
-    ] = False,
+    report: Annotated[bool, typer.Option("--report", help="Write the report of the run as it is now, and end")] = False,
 ) -> None:
     """Show a run in the terminal while it lives: progress, loss, queues, what it waits for, events and warnings."""
     if report:
