@@ -13,18 +13,21 @@ from math import ceil
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.random import Generator
 
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.findings.pipeline_rows import RESAMPLES, column, lists, plain
 from dflash_core.analysis.runs import Run
-from dflash_core.analysis.series import MIN_STEPS_FOR_INTERVAL, FloatArray, block_bootstrap
+from dflash_core.analysis.series import MIN_STEPS_FOR_INTERVAL, BoolArray, FloatArray, block_bootstrap
 
 # Counts: the largest less the smallest, of the mean count and in batches. Round robin has at most 1 batch; a handful out of
 # thousands harms nobody.
 COUNT_SHARE, COUNT_FLOOR = 0.1, 8
-# Mean depths: the largest less the smallest, of the queues' capacity and in batches.
-DEPTH_SHARE, DEPTH_FLOOR = 0.3, 3.0
+# Mean depths: the largest less the smallest, of the queues' capacity and in batches (half of it in very short queues).
+DEPTH_SHARE, DEPTH_FLOOR, DEPTH_FLOOR_SHARE = 0.3, 3.0, 0.5
+# Share of the time by which the target of the short queue idles more than that of the deep one. A tenth is what runs differ by.
+IDLE_DIFFERENCE = 0.1
 # Queued tokens under least_loaded: it evens out to about one batch.
 TOKEN_BATCHES = 2.0
 # How much slower a target must be, for a token, to be called slow; and its costs for two targets to be called unequal.
@@ -41,6 +44,7 @@ class Queues:
         counts: batches that each target served and the drafter trained on.
         cost: seconds a padded token of each target, NaN where not recorded.
         tokens: padded tokens a batch of each target.
+        idle: share of the time that each target waited for batches; NaN where not recorded.
         depths, queued_tokens: snapshots, [rows, targets]; no rows where not recorded.
         steps: of the snapshots.
     """
@@ -50,6 +54,7 @@ class Queues:
     counts: FloatArray
     cost: FloatArray
     tokens: FloatArray
+    idle: FloatArray
     depths: FloatArray
     queued_tokens: FloatArray
     steps: FloatArray = field(repr=False)
@@ -100,7 +105,7 @@ def _queues(run: Run) -> Iterator[Queues]:
     # Depths at the start fill up, and at the end drain: neither is persistent.
     full = _while_dispatching(column(stats, "num_batches"), at_cell, at_attempt)
     newest = attempt.max(initial=0)
-    for one in np.unique(np.stack([attempt, cell], axis=1), axis=0).tolist():
+    for one in _pairs(attempt, cell):
         own = (attempt == one[0]) & (cell == one[1]) & np.isfinite(target)
         rows = full & (at_attempt == one[0]) & (at_cell == one[1])
         names = target[own].astype(np.int64)
@@ -120,16 +125,30 @@ def _queues(run: Run) -> Iterator[Queues]:
                 counts=counts,
                 cost=seconds / tokens,
                 tokens=tokens / counts,
+                idle=_idle(stats, rows, num_targets),
                 depths=depths[rows, :num_targets] if depths.shape[1] >= num_targets else np.empty((0, num_targets)),
                 queued_tokens=queued[rows, :num_targets] if queued.shape[1] >= num_targets else np.empty((0, num_targets)),
                 steps=at_step[rows],
             )
 
 
-def _while_dispatching(num_batches: FloatArray, cell: FloatArray, attempt: FloatArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _pairs(attempt: FloatArray, cell: FloatArray) -> list[tuple[float, float]]:
+    """The attempts and cells that occur."""
+    return [(one, other) for one in np.unique(attempt).tolist() for other in np.unique(cell[attempt == one]).tolist()]
+
+
+def _idle(stats: pa.Table, rows: BoolArray, num_targets: int) -> FloatArray:
+    """Share of the time between the first and the last of `rows` in which each target waited for batches."""
+    waited, observed, at = lists(stats, "queue_get_wait_s"), column(stats, "observed_s"), np.flatnonzero(rows)
+    if len(at) < 2 or waited.shape[1] < num_targets:
+        return np.full(num_targets, np.nan)
+    return np.asarray((waited[at[-1]] - waited[at[0]])[:num_targets] / (observed[at[-1]] - observed[at[0]]))
+
+
+def _while_dispatching(num_batches: FloatArray, cell: FloatArray, attempt: FloatArray) -> BoolArray:
     """The snapshots from the second of each cell and attempt on, up to the one at which all batches were dispatched."""
     full = np.ones(len(cell), dtype=bool)
-    for one in np.unique(np.stack([attempt, cell], axis=1), axis=0).tolist():
+    for one in _pairs(attempt, cell):
         rows = np.flatnonzero((attempt == one[0]) & (cell == one[1]))
         full[rows[:1]] = False
         sent = num_batches[rows]
@@ -163,7 +182,7 @@ def _capacity(run: Run, depths: FloatArray) -> float:
 
 def _judge(run: Run, queues: Queues, policy: str, rng: Generator) -> Finding | None:
     capacity = _capacity(run, queues.depths)
-    threshold = max(DEPTH_FLOOR, DEPTH_SHARE * capacity)
+    threshold = max(min(DEPTH_FLOOR, DEPTH_FLOOR_SHARE * capacity), DEPTH_SHARE * capacity)
     spread = spread_of(queues.depths, rng)
     deep = spread is not None and spread.value >= threshold and spread.low >= threshold / 2
     if policy == "least_loaded":
@@ -172,7 +191,18 @@ def _judge(run: Run, queues: Queues, policy: str, rng: Generator) -> Finding | N
         return _by_depths(run, queues, policy, spread, threshold, capacity)
     if queues.counts_are_unequal:
         return _by_counts(run, queues, policy, spread if deep else None, capacity)
-    return _by_depths(run, queues, policy, spread, threshold, capacity) if deep and spread is not None else None
+    if not deep or spread is None or not (policy == "per_worker" or _somebody_pays(queues, spread)):
+        return None
+    return _by_depths(run, queues, policy, spread, threshold, capacity)
+
+
+def _somebody_pays(queues: Queues, spread: Spread) -> bool:
+    """Whether targets with a short queue idle while the one with the deep queue does not.
+
+    Under round robin the depths of equally fast targets wander: where all queues are never empty, one of them is full sooner or
+    later and stays so, and that costs nothing.
+    """
+    return bool(queues.idle[spread.shallowest] - queues.idle[spread.deepest] >= IDLE_DIFFERENCE)
 
 
 def _tokens_are_unequal(run: Run, queues: Queues, rng: Generator) -> bool:
@@ -199,7 +229,7 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
         strength=strength,
         title=f"Targets got unequal numbers of batches: {counts.min()} to {counts.max()}",
         text=(
-            f"{_where(queues)}target {most} got {counts[most]} batches and target {fewest} {counts[fewest]}, a difference of "
+            f"{_where(queues)}Target {most} got {counts[most]} batches and target {fewest} {counts[fewest]}, a difference of "
             f"{spread_share:.0%} of the mean. {cause}{_depth_text(queues, capacity) if len(queues.depths) else ''}"
         ),
         advice="Set prefetch.dispatch: round_robin, or least_loaded where targets differ in speed or batches in cost."
@@ -220,9 +250,7 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
 def _by_depths(run: Run, queues: Queues, policy: str, spread: Spread, threshold: float, capacity: float) -> Finding:
     cause, explanation, advice = _cause(queues, policy, spread)
     blocked = _blocked_share(queues.depths, capacity)
-    strength: Strength = (
-        "strong" if blocked >= 0.5 else "moderate" if spread.value >= 0.5 * capacity or blocked >= 0.2 else "weak"
-    )
+    strength: Strength = "strong" if blocked >= 0.5 else "moderate" if spread.value >= 0.4 * capacity else "weak"
     return Finding(
         kind="unequal_dispatch",
         run_id=run.run_id,
@@ -274,6 +302,9 @@ def _depth_text(queues: Queues, capacity: float) -> str:
     means = ", ".join(f"{depth:.0f}" for depth in np.nanmean(queues.depths, axis=0))
     text = f" Mean depths of the queues: {means} of at most {capacity:.0f} batches."
     blocked = _blocked_share(queues.depths, capacity)
+    idle = queues.idle
+    if np.isfinite(idle).all() and np.ptp(idle) >= IDLE_DIFFERENCE:
+        text += f" Target {idle.argmax()} idles for {idle.max():.0%} of the time, target {idle.argmin()} for {idle.min():.0%}."
     if blocked < 0.1:
         return text
     return (
@@ -283,8 +314,8 @@ def _depth_text(queues: Queues, capacity: float) -> str:
 
 
 def _where(queues: Queues) -> str:
-    place = f"In cell {queues.cell}: " if queues.cell or queues.attempt else ""
-    return f"In cell {queues.cell}, attempt {queues.attempt}: " if queues.attempt else place
+    attempt = f", attempt {queues.attempt}" if queues.attempt else ""
+    return f"In cell {queues.cell}{attempt}: " if queues.cell or queues.attempt else ""
 
 
 def _rows(queues: Queues) -> str:
@@ -298,6 +329,7 @@ def _evidence(queues: Queues, policy: str, cause: str) -> dict[str, Any]:
         "cell": queues.cell,
         "attempt": queues.attempt,
         "batches_per_target": queues.counts.astype(int),
+        "idle_shares": queues.idle,
         "mean_depths": queues.depths.mean(axis=0) if len(queues.depths) else [],
         "seconds_per_million_tokens": 1e6 * queues.cost,
         "padded_tokens_per_batch": queues.tokens,

@@ -37,10 +37,9 @@ class Epoch:
         """Whether one of the three alarms of docs/field.md 2 goes off. One bucket alone cannot cluster."""
         if self.found.runs_z is None:
             return False
+        lag1 = self.found.lag1_correlation or 0.0
         correlated = max(LAG1_CORRELATION, LAG1_DEVIATIONS / sqrt(self.end - self.begin))
-        return (
-            self.found.longest_run > bound + 1 or self.found.runs_z < RUNS_Z or (self.found.lag1_correlation or 0.0) > correlated
-        )
+        return self.found.longest_run > bound + 1 or self.found.runs_z < RUNS_Z or lag1 > correlated
 
 
 def find_batch_order(run: Run, context: Context) -> list[Finding]:
@@ -194,7 +193,7 @@ def _steps_text(steps: Steps) -> str:
         return f"{steps.leaning:.0%} of the steps lean to one bucket."
     felt = "the gradient feels it" if steps.are_uneven else "little of it reaches the gradient"
     return (
-        f"In steps of {steps.batches} batches, {steps.leaning:.0%} lean to one bucket, and the largest bucket's share scatters by "
+        f"In steps of {steps.batches} batches, {steps.leaning:.0%} lean to one bucket and the largest bucket's share scatters by "
         f"{100 * steps.share_sd:.0f} points ({100 * steps.least_sd:.0f} would be possible): {felt}."
     )
 
@@ -202,6 +201,6 @@ def _steps_text(steps: Steps) -> str:
 def _advice(run: Run) -> str:
     order = run.setting("bucketing.order")
     if order == "diverse":
-        return "bucketing.order is diverse already, so this order was not its: look at how the batches were made and sorted."
+        return "bucketing.order is diverse, which never does that: these batches were not trained in the order of the plan."
     now = f" instead of {order}" if isinstance(order, str) else ""
     return f"Set bucketing.order: diverse{now}; it keeps runs at the shortest possible and gives every step its share."

@@ -34,7 +34,7 @@ MIN_COST_SAVING = 0.05
 # A proposal with more buckets, at most so many times those of the run, must save this much more than one with as many.
 TIMES_BUCKETS, MORE_BUCKETS_MUST_SAVE = 2, 0.02
 # Distinct lengths that an edge may have, those that padding is reckoned with, and sequences: some milliseconds.
-EDGE_LENGTHS, MOST_LENGTHS, MOST_SEQUENCES = 40, 400, 20_000
+EDGE_LENGTHS, MOST_LENGTHS, MOST_SEQUENCES = 40, 256, 10_000
 MOST_BATCHES_LOOKED_AT, FEWEST_BATCHES = 2_000, 20
 
 
@@ -128,8 +128,8 @@ def _lengths_of_batches(run: Run) -> Histogram | None:
 
 def _histogram(length: FloatArray, count: FloatArray) -> Histogram:
     """Whole lengths, at most `MOST_LENGTHS` of about equal tokens, and at most `MOST_SEQUENCES` sequences, in proportion."""
-    total = np.bincount(_pieces(length, count, MOST_LENGTHS), weights=count)
-    sums = np.bincount(_pieces(length, count, MOST_LENGTHS), weights=length * count)
+    piece = _pieces(length, count, MOST_LENGTHS)
+    total, sums = np.bincount(piece, weights=count), np.bincount(piece, weights=length * count)
     mean = np.rint(sums[total > 0] / total[total > 0]).astype(np.int64)
     scale = min(1.0, MOST_SEQUENCES / count.sum())
     sequences = np.maximum(1, np.rint(total[total > 0] * scale)).astype(np.int64)
@@ -172,13 +172,15 @@ def _edges(run: Run) -> tuple[int, ...]:
 def _choices(lengths: Histogram, edges: tuple[int, ...], limits: Limits, num_buckets: int) -> tuple[Choice, ...]:
     """The run's edges, the best of as many buckets, the best of more, and the run's edges with a `sort_window`."""
     limits.check(lengths.length)
-    cost, padding = CostModel(lengths, limits), CostModel(lengths, limits, lengths.length)
+    cost = CostModel(lengths, limits)
+    padding = cost if limits.quadratic_length is None else CostModel(lengths, limits, lengths.length)
 
     def choice(some: tuple[int, ...], cuts: tuple[int, ...] = (), sort_window: int = 0) -> Choice:
         inner = {edge for edge in (*some, *cuts) if edge < lengths.length[-1]}
         reaching = (*sorted(inner), int(lengths.length[-1]))
-        efficiency = lengths.num_tokens / float(padding.of(reaching).cost.sum())
-        return Choice(some, efficiency, cost.total(reaching), sort_window)
+        costs = cost.of(reaching)
+        padded = costs if padding is cost else padding.of(reaching)
+        return Choice(some, lengths.num_tokens / float(padded.cost.sum()), float(costs.total(limits).sum()), sort_window)
 
     found = boundaries_up_to(_for_edges(lengths), TIMES_BUCKETS * num_buckets, "min_padding", limits)
     # The longest sequence is the run's own to know: a length here stands for several.
@@ -237,7 +239,7 @@ def _finding(
         strength=strength,
         title=f"{1 - measured:.0%} of the padded tokens are padding; {1 - measured - saved:.0%} would be possible",
         text=(
-            f"Of 100 tokens that were computed {100 * measured:.0f} are real and {100 * (1 - measured):.0f} padding. With {words}, "
+            f"Of 100 computed tokens {100 * measured:.0f} are real and {100 * (1 - measured):.0f} padding. With {words}, "
             f"{100 * (measured + saved):.0f} would be real: {1 - measured / (measured + saved):.0%} of the computed tokens less. "
             f"{_worst_bucket(run)}"
         ),

@@ -50,6 +50,9 @@ class Share:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.0%} ({self.low:.0%} to {self.high:.0%})"
+
 
 def share_of(part: FloatArray, whole: FloatArray, rng: Generator) -> Share | None:
     """Sum of `part` over sum of `whole`, with the interval of a block bootstrap over the steps.
@@ -98,13 +101,15 @@ def counted_steps(run: Run) -> BoolArray:
 class Stretch:
     """What the counters of one cell grew by between two snapshots, in seconds of `seconds`; NaN where not recorded.
 
-    `target_idle`: mean over the targets. `put_wait`: their sum, for one thread at a time dispatches. `loader_idle`: mean over the
-    loading threads.
+    `target_idle`: mean over the targets; `least_idle` and `most_idle`: of the targets that idle least and most. `put_wait`: sum
+    over the targets, for one thread at a time dispatches. `loader_idle`: mean over the loading threads.
     """
 
     cell: int
     seconds: float
     target_idle: float
+    least_idle: float
+    most_idle: float
     put_wait: float
     budget_wait: float
     loader_idle: float
@@ -129,21 +134,26 @@ def stretches(run: Run, counted: BoolArray) -> list[Stretch]:
     within = (attempt == attempt.max()) & (at >= steps[0]) & (at <= steps[-1])
     workers = run.setting("prefetch.num_workers") or np.nan
     with np.errstate(all="ignore"):
+        put = lists(stats, "queue_put_wait_s")
         sums = {
             "seconds": column(stats, "observed_s"),
             "target_idle": _mean(lists(stats, "queue_get_wait_s")),
-            "put_wait": _mean(lists(stats, "queue_put_wait_s")) * lists(stats, "queue_put_wait_s").shape[1],
+            "put_wait": _mean(put) * put.shape[1],
             "budget_wait": column(stats, "budget_wait_s"),
             "loader_idle": column(stats, "loader_idle_s") / workers,
             "ready_wait": column(stats, "ready_get_wait_s"),
             "held_up": column(stats, "ready_held_up_s"),
         }
+    idle = lists(stats, "queue_get_wait_s")
     found = []
     for one in np.unique(cell[within]).tolist():
         rows = np.flatnonzero(within & (cell == one))
         grown = {name: float(values[rows[-1]] - values[rows[0]]) for name, values in sums.items()}
+        of_targets = idle[rows[-1]] - idle[rows[0]]
+        known = of_targets[np.isfinite(of_targets)]
         if grown["seconds"] > 0:
-            found.append(Stretch(cell=int(one), **grown))
+            least, most = (known.min(), known.max()) if len(known) else (np.nan, np.nan)
+            found.append(Stretch(cell=int(one), least_idle=float(least), most_idle=float(most), **grown))
     return found
 
 

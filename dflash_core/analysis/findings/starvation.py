@@ -37,15 +37,17 @@ LOW_THRESHOLD = 0.10
 LIMIT_SHARE = 0.5
 # In-order dispatch lets a loader wait for its turn now and then, so a loader at its limit is not busy all the time.
 BUSY_LOADERS = 0.6
-# Part of the drafter's wait in which later batches were there already: one straggler held up the line (a fault of dispatch).
-HELD_UP = 0.5
 # Part of the drafter's wait during which targets idle, from which on the cause stands before the targets.
 CAUSE_BEFORE_TARGETS = 0.5
+# Where one target idles for so much more of the time than another, the line waits for the slow one (`unequal_dispatch`).
+UNEQUAL_IDLE = 0.15
 # How many times faster another arrangement of the same cards must be.
 MIN_GAIN = 1.15
 # Both models on one card need its memory, and disturb each other: this arrangement must promise more.
 MIN_GAIN_COLOCATED = 1.3
 STRONG_GAIN, MODERATE_GAIN = 1.5, 1.25
+# A wait so long is worth more cards, too.
+MODERATE_WAIT = 0.4
 # Processor time of the pipeline over what its cores have, from which on threads wait for a core and not for the disk.
 CORES_FULL = 0.7
 
@@ -120,7 +122,7 @@ def _starved_before_targets(run: Run, waits: Waits, counted: BoolArray, shared: 
     cell = waits.slowest
     if cell is None or waits.targets.value < CAUSE_BEFORE_TARGETS * waits.drafter.value:
         return None
-    if cell.held_up >= HELD_UP * cell.ready_wait > 0:
+    if cell.least_idle < CAUSE_BEFORE_TARGETS * cell.ready_wait:
         return None
     for key, name in (("prefetch.max_bytes", "budget_wait"), ("prefetch.queue_batches", "put_wait")):
         if cell.share(name) >= LIMIT_SHARE:
@@ -128,7 +130,7 @@ def _starved_before_targets(run: Run, waits: Waits, counted: BoolArray, shared: 
     workers = run.setting("prefetch.num_workers")
     load = column(run.batches, "load_s")
     load_s = float(np.nanmean(load)) if np.isfinite(load).any() else float("nan")
-    if not isinstance(workers, int) or not np.isfinite(load_s) or (shared and _cores_full(run, counted)):
+    if not isinstance(workers, int) or not np.isfinite(load_s) or (shared and _cores_full(run)):
         return None
     step_s = float(np.nansum(column(run.steps, "step_s")[counted]))
     batches = float(by_step(run, np.ones(len(run.batches)))[counted].sum())
@@ -136,18 +138,19 @@ def _starved_before_targets(run: Run, waits: Waits, counted: BoolArray, shared: 
     return _by_loader(run, waits, workers, load_s, busy, counted) if busy >= BUSY_LOADERS else None
 
 
-def _cores_full(run: Run, counted: BoolArray) -> bool:
-    """Whether the pipeline uses nearly all processor time there is; on a machine without a count, yes."""
+def _cores_full(run: Run) -> bool:
+    """Whether target and drafter use nearly all processor time there is, so that loading threads wait for a core like them."""
     cores = run.provenance.get("num_cpus")
+    if any(not str(name).startswith("cpu") for name in run.provenance["devices"]):
+        return False
     busy = column(run.batches, "target_busy_s") + column(run.batches, "draft_busy_s")
-    seconds = column(run.steps, "step_s")
     if not isinstance(cores, int) or not np.isfinite(busy).any():
         return True
-    return bool(np.nansum(busy) > CORES_FULL * cores * np.nansum(seconds))
+    return bool(np.nansum(busy) > CORES_FULL * cores * np.nansum(column(run.steps, "step_s")))
 
 
 def _evidence(waits: Waits, **more: object) -> dict[str, object]:
-    names = ("target_idle", "put_wait", "budget_wait", "loader_idle", "ready_wait", "held_up")
+    names = ("target_idle", "least_idle", "most_idle", "put_wait", "budget_wait", "loader_idle", "ready_wait", "held_up")
     cells = [{"cell": cell.cell, **{f"{name}_share": cell.share(name) for name in names}} for cell in waits.cells]
     return dict(
         plain({"drafter_wait_share": waits.drafter.value, "target_idle_share": waits.targets.value, "cells": cells, **more})
@@ -172,8 +175,8 @@ def _by_limit(run: Run, waits: Waits, cell: Stretch, key: str) -> Finding:
         strength=_strength(1 / max(0.05, 1 - drafter.value)),
         title=f"The {name} keeps targets and drafter waiting: the drafter for {drafter.value:.0%} of its time",
         text=(
-            f"The drafter waits for {drafter.value:.0%} of the step time ({drafter.low:.0%} to {drafter.high:.0%}) and the targets "
-            f"for {idle.value:.0%}. It is not the loading: {reason}. So the stages cannot work at the same time."
+            f"The drafter waits for {drafter} of the step time and the targets "
+            f"for {idle.value:.0%}. Loading is not the reason: {reason}. So the stages cannot work at the same time."
         ),
         advice=advice,
         measure="time the drafter waits",
@@ -200,15 +203,13 @@ def _by_loader(run: Run, waits: Waits, workers: int, load_s: float, busy: float,
         kind="starved_by_loader",
         run_id=run.run_id,
         strength=_strength(gain),
-        title=f"Loading is too slow: targets wait for batches for {idle.value:.0%} of the time, the drafter for {drafter.value:.0%}",
+        title=f"Loading is too slow: targets wait for batches for {idle.value:.0%} of the time",
         text=(
-            f"The targets wait for batches for {idle.value:.0%} of the step time ({idle.low:.0%} to {idle.high:.0%}), and behind "
-            f"them the drafter for {drafter.value:.0%}. A batch takes {_ms(load_s)} to load, and the {workers} loading threads are "
+            f"The targets wait for batches for {idle} of the step time, and behind "
+            f"them the drafter for {drafter.value:.0%}. A batch takes {_ms(load_s)} to load; the {workers} loading threads are "
             f"busy for {min(busy, 1.0):.0%} of the time. The byte budget is not what holds them up."
         ),
-        advice=(
-            f"Raise prefetch.num_workers from {workers} to about {enough}, if the disk allows, or put the dataset on a faster disk."
-        ),
+        advice=f"Raise prefetch.num_workers from {workers} to about {enough}, or put the dataset on a faster disk.",
         measure="time the targets wait for batches",
         value=100 * idle.value,
         unit="% of the step time",
@@ -217,36 +218,34 @@ def _by_loader(run: Run, waits: Waits, workers: int, load_s: float, busy: float,
         threshold=100 * THRESHOLD,
         table="stats",
         rows=waits.rows,
-        evidence=_evidence(
-            waits, cause="loading", load_s=load_s, loader_busy_share=busy, num_workers=workers, enough_workers=enough
-        ),
+        evidence=_evidence(waits, cause="loading", load_s=load_s, loader_busy_share=busy, enough_workers=enough),
     )
 
 
 def _starved_by_target(run: Run, waits: Waits, counted: BoolArray) -> list[Finding]:
     costs, layout, drafter = measured_costs(run, counted), _now(run), waits.drafter
-    cell = waits.slowest
-    if costs is None or (cell is not None and cell.held_up >= HELD_UP * cell.ready_wait > 0):
+    if costs is None:
         return []
-    supply = costs.supply(layout.cells, layout.targets)
+    supply, cell = costs.supply(layout.cells, layout.targets), waits.slowest
+    if cell is not None and (cell.most_idle - cell.least_idle) / cell.seconds >= UNEQUAL_IDLE:
+        return []
     if supply >= 1 or waits.targets.value >= CAUSE_BEFORE_TARGETS * drafter.value:
         return []
     better, shared = _better_layouts(costs, layout)
     gain = max([1.0, *(found.gain for found in (better, shared) if found is not None)])
     enough = targets_that_suffice(costs, layout.cells)
+    more = f"with more cards, topology.targets_per_cell: {enough} would keep the drafter busy"
     return [
         Finding(
             kind="starved_by_target",
             run_id=run.run_id,
-            strength=_strength(gain),
+            strength="moderate" if gain < STRONG_GAIN and drafter.value >= MODERATE_WAIT else _strength(gain),
             title=f"The drafter waits for target states for {drafter.value:.0%} of its time",
             text=(
-                f"The drafter waits for {drafter.value:.0%} of the step time ({drafter.low:.0%} to {drafter.high:.0%}), while the "
-                f"targets are idle for only {waits.targets.value:.0%}: they are the slow side. {_supply_text(costs, layout, supply)}"
+                f"The drafter waits for {drafter} of the step time, while the "
+                f"targets idle for only {waits.targets.value:.0%}: they are the slow side. {_supply_text(costs, layout, supply)}"
             ),
-            advice=_advice(
-                layout, better, shared, f"topology.targets_per_cell: {enough} would keep the drafter busy (more cards)"
-            ),
+            advice=_advice(layout, better, shared, more),
             measure="time the drafter waits for target states",
             value=100 * drafter.value,
             unit="% of the step time",
@@ -279,7 +278,7 @@ def _starved_by_drafter(run: Run, waits: Waits, counted: BoolArray) -> list[Find
             strength=_strength(gain),
             title=f"Targets are idle for {idle.value:.0%} of the time: the drafter is the slow side",
             text=(
-                f"The targets wait for {idle.value:.0%} of the step time ({idle.low:.0%} to {idle.high:.0%}) with the drafter always "
+                f"The targets wait for {idle} of the step time with the drafter always "
                 f"at work (it waits for {waits.drafter.value:.0%}). {_supply_text(costs, layout, supply)}"
             ),
             advice=_advice(layout, better, shared, freed),
@@ -312,7 +311,7 @@ def _supply_text(costs: Costs, now: Layout, supply: float) -> str:
     many = f"{now.targets} targets supply" if now.targets > 1 else "1 target supplies"
     return (
         f"A batch takes a target {_ms(costs.target)} and the drafter {_ms(costs.drafter_s(now.cells))}, so {many} "
-        f"{supply:.2g} of what the drafter takes."
+        f"{supply:.2g} times what the drafter takes."
     )
 
 
@@ -323,7 +322,7 @@ def _advice(now: Layout, own: Better | None, shared: Better | None, otherwise: s
             parts.append(f"{found.layout.keys()} would use the same {now.cards} cards {found.gain:.1f} times better{how}")
     if otherwise:
         parts.append(otherwise)
-    return "; ".join(parts) + ". `dflash simulate --measured` on this run predicts it with memory and queues."
+    return "; or ".join(parts) + ". `dflash simulate --measured` on this run predicts it with memory and queues."
 
 
 def _cost_evidence(costs: Costs, now: Layout, own: Better | None, shared: Better | None) -> dict[str, object]:
