@@ -33,6 +33,8 @@ STRONG, MODERATE = 0.15, 0.08
 MIN_COST_SAVING = 0.05
 # A proposal with more buckets, at most so many times those of the run, must save this much more than one with as many.
 TIMES_BUCKETS, MORE_BUCKETS_MUST_SAVE = 2, 0.02
+# Their number is a choice with other sides (every bucket needs batches enough to mix), so more are proposed for more.
+THRESHOLD_MORE = 0.06
 # Distinct lengths that an edge may have, those that padding is reckoned with, and sequences: some milliseconds.
 EDGE_LENGTHS, MOST_LENGTHS, MOST_SEQUENCES = 40, 256, 10_000
 MOST_BATCHES_LOOKED_AT, FEWEST_BATCHES = 2_000, 20
@@ -56,8 +58,9 @@ class Choice:
 
 
 def find_padding(run: Run, context: Context) -> list[Finding]:
-    """`padding`: other buckets would give 4 points of padding efficiency more (8 points where the dataset's `length_bins` are
-    not there and lengths are guessed from the batches), or a `sort_window` 8 points more.
+    """`padding`: as many buckets with other boundaries would give 4 points of padding efficiency more, more buckets 6 points, or a
+    `sort_window` 8 points; 8 points in any case where the dataset's `length_bins` are not there, and lengths are guessed from the
+    batches.
 
     Nothing for packed batches, nor where the token budget or the tokens of batches are not known.
     """
@@ -81,15 +84,16 @@ def find_padding(run: Run, context: Context) -> list[Finding]:
         now, same, more, sorted_ = _choices(lengths, edges, limits, run.num_buckets)
     except (ConfigError, DataError):  # lengths above the budget: the bins are not those of this run
         return []
-    chosen = more if more.efficiency >= same.efficiency + MORE_BUCKETS_MUST_SAVE else same
     window = None if run.setting("bucketing.sort_window") else sorted_
-    if not _is_worth_it(chosen, now, measured, threshold):
-        if window is None or not _is_worth_it(window, now, measured, THRESHOLD_SORTED):
-            return []
-        chosen, window = window, None
+    proposals = [(more, max(threshold, THRESHOLD_MORE))] if more.efficiency >= same.efficiency + MORE_BUCKETS_MUST_SAVE else []
+    proposals += [(same, threshold), *([] if window is None else [(window, THRESHOLD_SORTED)])]
+    worth_it = [one for one in proposals if _is_worth_it(one[0], now, measured, one[1])]
+    if not worth_it:
+        return []
+    chosen, threshold = worth_it[0]
     interval = share_of(tokens[known], padded[known], context.rng)
     error = None if interval is None else interval.high - measured
-    return [_finding(run, now, chosen, window, measured, threshold, error)]
+    return [_finding(run, now, chosen, window if chosen is not window else None, measured, threshold, error)]
 
 
 def _is_worth_it(choice: Choice, now: Choice, measured: float, threshold: float) -> bool:
@@ -249,7 +253,7 @@ def _finding(
         unit="points",
         low=None if error is None else 100 * (saved - error),
         high=None if error is None else 100 * (saved + error),
-        threshold=100 * (THRESHOLD_SORTED if chosen.sort_window else threshold),
+        threshold=100 * threshold,
         table="batches",
         rows="num_tokens < num_padded_tokens",
         evidence=dict(
