@@ -216,12 +216,13 @@ class Counters:
             last = np.array([[self.served[own].max() if own.any() else FIRST, after_the_last]])
             self.target_idle.append(np.concatenate([idle[own], last]))
             self.put.append(np.array(times.put)[own])
-        self.held_up = held_up(times)
+        self.held_up, self.drafted = held_up(times), np.array(times.drafted)
+        self.reserved, self.loader_idle, self.wait = (np.array(one) for one in (times.reserved, times.loader_idle, times.wait))
 
     def at(self, now: float, p: Pipeline) -> dict[str, Any]:
         times, targets = self.times, range(self.times.num_targets)
         queued = [(self.target == t) & (self.sent <= now) & (self.begun > now) for t in targets]
-        taken = np.array(times.drafted)[:, 0] <= now
+        taken = self.drafted[:, 0] <= now
         return {
             "cell": times.cell,
             "num_batches": int((self.sent <= now).sum()),
@@ -230,9 +231,9 @@ class Counters:
             "queue_tokens": [int(self.tokens[one].sum()) for one in queued],
             "queue_get_wait_s": [until(one, now) for one in self.target_idle],
             "queue_put_wait_s": [until(one, now) if len(one) else 0.0 for one in self.put],
-            "budget_wait_s": until(np.array(times.reserved), now),
-            "loader_idle_s": until(np.array(times.loader_idle), now),
-            "ready_get_wait_s": until(np.array(times.wait), now),
+            "budget_wait_s": until(self.reserved, now),
+            "loader_idle_s": until(self.loader_idle, now),
+            "ready_get_wait_s": until(self.wait, now),
             "ready_held_up_s": until(self.held_up, now),
             "ready_depth": int(((self.served <= now) & ~taken).sum()),
             "observed_s": now - FIRST,

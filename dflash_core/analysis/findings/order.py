@@ -21,8 +21,12 @@ RUNS_Z = -3.0
 LAG1_CORRELATION = 0.1
 # In short epochs the correlation of a random order exceeds that by chance; its standard deviation is 1 / sqrt(n).
 LAG1_DEVIATIONS = 3.0
+# Of several shuffled epochs one may exceed the alarm; this none does.
+LAG1_SHUFFLED = 0.3
 # Deviation of the bucket's share over steps that is felt in the gradient: a tenth of the step, and twice what is needed.
 STEP_SHARE_SD, STEP_SHARE_TIMES = 0.1, 2.0
+MOST_MARKS = 300
+LONGEST_RUN = "longest run of one bucket in an epoch"
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ def find_batch_order(run: Run, context: Context) -> list[Finding]:
     bad = [epoch for epoch in epochs if epoch.clusters(bound)]
     if not bad:
         return []
-    worst = max(bad, key=lambda epoch: (epoch.found.longest_run, -(epoch.found.runs_z or 0.0)))
+    worst = max(
+        bad, key=lambda epoch: (epoch.found.longest_run, -(epoch.found.runs_z or 0.0), epoch.found.lag1_correlation or 0.0)
+    )
     return [_finding(run, epochs, bad, worst, bound)]
 
 
@@ -125,39 +131,40 @@ def _finding(run: Run, epochs: list[Epoch], bad: list[Epoch], worst: Epoch, boun
     part = bucket[worst.begin : worst.end]
     counts = np.bincount(part, minlength=run.num_buckets)
     low, high = shuffled_longest(counts, 0.025), shuffled_longest(counts, 0.975)
-    longest, z = worst.found.longest_run, worst.found.runs_z or 0.0
-    lag1 = max((epoch.found.lag1_correlation or 0.0 for epoch in bad), default=0.0)
-    is_shuffled = min(epoch.found.runs_z or 0.0 for epoch in bad) >= RUNS_Z and longest <= ceil(1.5 * high)
+    longest, z = worst.found.longest_run, min(epoch.found.runs_z or 0.0 for epoch in bad)
+    lag1 = max(epoch.found.lag1_correlation or 0.0 for epoch in bad)
+    is_shuffled = z >= RUNS_Z and lag1 <= LAG1_SHUFFLED and longest <= ceil(1.5 * high)
     steps = _steps(run, worst.found)
     of_run, lengths = run_lengths(part)
     at = int(lengths.argmax())
     first = worst.begin + int(lengths[:at].sum())
+    last = first + int(lengths[at]) - 1
+    title, measure, value, unit, threshold = _alarm(longest, bound, z, lag1)
+    if measure != LONGEST_RUN:
+        first, last = worst.begin, worst.end - 1
     seq_no, step = column(run.batches, "seq_no"), column(run.batches, "step")
     shares = _shares(run, int(of_run[at]))
-    between = f"a random order of these batches gives {low} to {high}" if low < high else f"a random order gives {low}"
-    which = "that is plain shuffling" if is_shuffled else f"batches cluster more than in a random order (runs test z = {z:.1f})"
-    if not is_shuffled and z >= RUNS_Z:
-        which = f"neighbouring batches are alike in length (correlation {lag1:.2f})"
+    batches = "1 batch" if longest == 1 else f"{longest} batches"
     text = (
-        f"The longest run is {longest} batches of bucket {int(of_run[at])}, which holds {shares[0]:.0%} of the batches and "
+        f"The longest run is {batches} of bucket {int(of_run[at])}, which holds {shares[0]:.0%} of the batches and "
         f"{shares[1]:.0%} of the tokens; {bound} is the shortest longest run that these buckets allow. "
-        f"By comparison, {between}: {which}. {_steps_text(steps)}"
+        f"{_comparison(longest, low, high, z, lag1, is_shuffled)} {_steps_text(steps)}"
     )
     return Finding(
         kind="batch_order",
         run_id=run.run_id,
         strength=_strength(worst, bound, is_shuffled, steps),
-        title=f"Batches come in runs of up to {longest} of one bucket; {bound} would be enough",
+        title=title,
         text=text,
         advice=_advice(run),
-        measure="longest run of one bucket in an epoch",
-        value=float(longest),
-        unit="batches",
+        measure=measure,
+        value=value,
+        unit=unit,
         low=None,
         high=None,
-        threshold=float(bound + 2),
+        threshold=threshold,
         table="batches",
-        rows=f"seq_no BETWEEN {int(seq_no[first])} AND {int(seq_no[first + int(lengths[at]) - 1])}",
+        rows=f"seq_no BETWEEN {int(seq_no[first])} AND {int(seq_no[last])}",
         evidence=plain(
             {
                 "shortest_possible_longest_run": bound,
@@ -175,8 +182,34 @@ def _finding(run: Run, epochs: list[Epoch], bad: list[Epoch], worst: Epoch, boun
                 "looks_like": "shuffle" if is_shuffled else "clustered",
             }
         ),
-        at_steps=tuple(np.unique(step[first : first + int(lengths[at])]).astype(int).tolist()[:300]),
+        at_steps=() if measure != LONGEST_RUN else tuple(np.unique(step[first : last + 1]).astype(int).tolist()[:MOST_MARKS]),
     )
+
+
+def _alarm(longest: int, bound: int, z: float, lag1: float) -> tuple[str, str, float, str, float]:
+    """The first of the three alarms that goes off: title, measure, value, unit, and the value from which on it does."""
+    if longest > bound + 1:
+        title = f"Batches come in runs of up to {longest} of one bucket; {bound} would be enough"
+        return title, LONGEST_RUN, float(longest), "batches", float(bound + 2)
+    if z < RUNS_Z:
+        title = f"Batches of one bucket cluster more than in a random order (runs test z = {z:.1f})"
+        return title, "runs test, z below that of a random order", -z, "standard deviations", -RUNS_Z
+    title = f"Neighbouring batches are alike in length (correlation {lag1:.2f})"
+    return title, "lag-1 correlation of the batches' mean length", lag1, "correlation", LAG1_CORRELATION
+
+
+def _comparison(longest: int, low: int, high: int, z: float, lag1: float, is_shuffled: bool) -> str:
+    """What a random order of the same batches would have had."""
+    random = (
+        f"A random order of these batches has {low} to {high}" if low < high else f"A random order of these batches has {low}"
+    )
+    if is_shuffled:
+        return f"{random}: this is what plain shuffling does."
+    if z < RUNS_Z:
+        return f"{random}; here batches cluster more than in a random order (runs test z = {z:.1f})."
+    if longest > high:
+        return f"{random}."
+    return f"{random}, but here neighbouring batches are alike in length (correlation {lag1:.2f}; about 0 in a random order)."
 
 
 def _shares(run: Run, bucket: int) -> tuple[float, float]:

@@ -31,8 +31,8 @@ STRONG, MODERATE = 0.15, 0.08
 # What `min_padding` minimises, padded tokens and an overhead for every batch, must fall by this much: tokens that are saved by
 # many small batches are no saving.
 MIN_COST_SAVING = 0.05
-# A proposal with more buckets, at most so many times those of the run, must save this much more than one with as many.
-TIMES_BUCKETS, MORE_BUCKETS_MUST_SAVE = 2, 0.02
+# More buckets are at most so many times those of the run; what stands beside a simpler proposal must save this much more.
+TIMES_BUCKETS, OTHERS_MUST_SAVE = 2, 0.02
 # Their number is a choice with other sides (every bucket needs batches enough to mix), so more are proposed for more.
 THRESHOLD_MORE = 0.06
 # Distinct lengths that an edge may have, those that padding is reckoned with, and sequences: some milliseconds.
@@ -58,9 +58,8 @@ class Choice:
 
 
 def find_padding(run: Run, context: Context) -> list[Finding]:
-    """`padding`: as many buckets with other boundaries would give 4 points of padding efficiency more, more buckets 6 points, or a
-    `sort_window` 8 points; 8 points in any case where the dataset's `length_bins` are not there, and lengths are guessed from the
-    batches.
+    """`padding`: other boundaries would give 4 points of padding efficiency more, more buckets 6, or a `sort_window` 8; it takes 8
+    points where the dataset's `length_bins` are not there, so that lengths are guessed from the batches.
 
     Nothing for packed batches, nor where the token budget or the tokens of batches are not known.
     """
@@ -84,16 +83,19 @@ def find_padding(run: Run, context: Context) -> list[Finding]:
         now, same, more, sorted_ = _choices(lengths, edges, limits, run.num_buckets)
     except (ConfigError, DataError):  # lengths above the budget: the bins are not those of this run
         return []
-    window = None if run.setting("bucketing.sort_window") else sorted_
-    proposals = [(more, max(threshold, THRESHOLD_MORE))] if more.efficiency >= same.efficiency + MORE_BUCKETS_MUST_SAVE else []
-    proposals += [(same, threshold), *([] if window is None else [(window, THRESHOLD_SORTED)])]
+    proposals = [(same, threshold)]
+    if more.efficiency >= same.efficiency + OTHERS_MUST_SAVE:
+        proposals.append((more, max(threshold, THRESHOLD_MORE)))
+    if not run.setting("bucketing.sort_window"):
+        proposals.append((sorted_, THRESHOLD_SORTED))
     worth_it = [one for one in proposals if _is_worth_it(one[0], now, measured, one[1])]
     if not worth_it:
         return []
-    chosen, threshold = worth_it[0]
+    (chosen, threshold), *rest = worth_it
+    others = [one for one, _ in rest if one.efficiency >= chosen.efficiency + OTHERS_MUST_SAVE]
     interval = share_of(tokens[known], padded[known], context.rng)
     error = None if interval is None else interval.high - measured
-    return [_finding(run, now, chosen, window if chosen is not window else None, measured, threshold, error)]
+    return [_finding(run, now, chosen, others, measured, threshold, error)]
 
 
 def _is_worth_it(choice: Choice, now: Choice, measured: float, threshold: float) -> bool:
@@ -226,17 +228,15 @@ def _words(choice: Choice, now: Choice, configured: Any) -> tuple[str, str]:
 
 
 def _finding(
-    run: Run, now: Choice, chosen: Choice, window: Choice | None, measured: float, threshold: float, error: float | None
+    run: Run, now: Choice, chosen: Choice, others: list[Choice], measured: float, threshold: float, error: float | None
 ) -> Finding:
     saved = _saved(chosen, now, measured)
     strength: Strength = "strong" if saved >= STRONG else "moderate" if saved >= MODERATE else "weak"
     words, keys = _words(chosen, now, run.setting("bucketing.boundaries"))
     advice = f"Set {keys}"
-    if window is not None and _saved(window, now, measured) >= THRESHOLD:
-        then = measured + _saved(window, now, measured)
-        advice += (
-            f"; bucketing.sort_window: {window.sort_window} alone, with the buckets as they are, would reach {100 * then:.0f}"
-        )
+    for other in others:
+        then = measured + _saved(other, now, measured)
+        advice += f"; {_words(other, now, run.setting('bucketing.boundaries'))[1]} instead would reach {then:.0%}"
     return Finding(
         kind="padding",
         run_id=run.run_id,
