@@ -25,7 +25,8 @@ FIRST = 100.0  # seconds before which nothing happened
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A topology, costs in seconds a batch (`step_s`: once a step), and limits. `slow`: target 0 takes that many times as long.
+    """A topology, costs in seconds a batch (`step_s`: once a step), and limits. `slow`: target 0 takes that many times as long;
+    `slow_cell`: all targets of cell 1 do.
 
     `skew`: part of the batches that private counters would give to target 0 beyond its turn. `in_flight`: batches of the byte
     budget.
@@ -39,6 +40,7 @@ class Pipeline:
     step_s: float = 0.02
     slow: float = 1.0
     skew: float = 0.0
+    slow_cell: float = 1.0
     jitter: float = 0.15
     num_workers: int = 4
     queue_batches: int = 8
@@ -109,7 +111,7 @@ class CellModel:
         sent = max(ready, begun[-p.queue_batches] if len(begun) >= p.queue_batches else FIRST)
         self.workers[worker] = max(loaded, times.sent[i - 2 * p.num_workers] if i >= 2 * p.num_workers else FIRST)
         start = max(sent, self.free[target])
-        served = start + self.noisy(p.target_s * (p.slow if target == 0 else 1.0))
+        served = start + self.noisy(p.target_s * (p.slow if target == 0 else 1.0) * (p.slow_cell if times.cell == 1 else 1.0))
         times.put.append((ready, sent))
         times.sent.append(sent)
         times.target.append(target)

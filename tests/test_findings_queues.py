@@ -61,11 +61,19 @@ def test_slow_targets_are_named_with_the_number_that_suffices(tmp_path: Path, ce
     assert finding.evidence["supply"] == pytest.approx(2 * 0.1 / 0.4, rel=0.15)
 
 
+def test_another_cell_than_the_first_is_named(tmp_path: Path) -> None:
+    """The steps tell of cell 0, which waits in the join: the snapshots tell that it is for cell 1, and what for."""
+    finding = the_only(made(tmp_path / "run", replace(BALANCED, cells=2, slow_cell=2.5)), "starved_by_target")
+    assert finding.evidence["cell"] == 1 and finding.text.startswith("In cell 1: The drafter waits")
+    assert finding.advice.startswith("Look at the devices of cell 1, whose targets take 2.5 times as long")
+    assert finding.evidence["target_s_per_batch"] == pytest.approx(2.5 * 0.18, rel=0.1)
+
+
 def test_too_many_targets_are_named_with_a_better_use_of_the_same_cards(tmp_path: Path) -> None:
     run = made(tmp_path / "run", Pipeline(cells=1, targets=8, target_s=0.3), batches_per_step=12)
     finding = the_only(run, "starved_by_drafter")
-    assert "topology.cells: 3, topology.targets_per_cell: 2 would use the same 9 cards 2.0 times better" in finding.advice
-    assert finding.strength == "strong" and "free 5 cards" in finding.advice
+    assert "Set topology.cells: 3, topology.targets_per_cell: 2, which uses the same 9 cards 2.0 times better" in finding.advice
+    assert finding.strength == "strong" and "frees 5 cards" in finding.advice
 
 
 def test_slow_loading_is_named_and_not_the_targets_behind_it(tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ def by_step(run: Run, values: FloatArray) -> FloatArray:
     first = column(run.batches, "cell", 0.0) == 0
     at = np.searchsorted(column(run.steps, "step"), column(run.batches, "step")[first])
     inside = at < len(run.steps)
-    return np.bincount(at[inside], weights=values[first][inside], minlength=len(run.steps))
+    return np.bincount(at[inside], weights=values[first][inside], minlength=len(run.steps)).astype(np.float64)
 
 
-def measured_costs(run: Run, counted: BoolArray) -> Costs | None:
-    """Seconds a batch of target and drafter in the counted steps; None where they were not recorded.
+def measured_costs(run: Run, counted: BoolArray, cell: int = 0) -> Costs | None:
+    """Seconds a batch of a target of `cell` and of the first cell's drafter in the counted steps; None where not recorded.
 
     A target serves one batch after the other, so its cost is the wall time of its pass. The drafter's is the time of the
     step without waiting: for states, and for other cells in the reduction (all above its 5 % quantile). Of this the batches'
@@ -41,7 +41,7 @@ def measured_costs(run: Run, counted: BoolArray) -> Costs | None:
     """
     steps = run.steps
     batches = by_step(run, np.ones(len(run.batches)))[counted]
-    forward = column(run.batches, "target_forward_s")
+    forward = column(run.batches, "target_forward_s")[column(run.batches, "cell", 0.0) == cell]
     wall = column(steps, "forward_s")[counted] + column(steps, "backward_s")[counted]
     busy = by_step(run, column(run.batches, "draft_busy_s"))[counted]
     reduce = np.nan_to_num(column(steps, "reduce_s")[counted])

@@ -122,7 +122,7 @@ def _queues(run: Run) -> Iterator[Queues]:
             yield Queues(
                 attempt=int(one[0]),
                 cell=int(one[1]),
-                counts=counts,
+                counts=counts.astype(np.float64),
                 cost=seconds / tokens,
                 tokens=tokens / counts,
                 idle=_idle(stats, rows, num_targets),

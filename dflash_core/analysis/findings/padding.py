@@ -58,7 +58,7 @@ class Choice:
 
 
 def find_padding(run: Run, context: Context) -> list[Finding]:
-    """`padding`: other boundaries would give 4 points of padding efficiency more, more buckets 6, or a `sort_window` 8; it takes 8
+    """`padding`: other boundaries would give 4 points of efficiency more, more buckets 6, or a `sort_window` 8; it takes 8
     points where the dataset's `length_bins` are not there, so that lengths are guessed from the batches.
 
     Nothing for packed batches, nor where the token budget or the tokens of batches are not known.
@@ -124,10 +124,10 @@ def _lengths_of_batches(run: Run) -> Histogram | None:
     known = np.isfinite(count) & np.isfinite(mean) & np.isfinite(longest) & (count >= 1)
     if not known.any():
         return None
-    count, mean, longest = count[known].astype(np.int64), mean[known], longest[known]
-    batch = np.repeat(np.arange(len(count)), count)
-    place = np.arange(len(batch)) - np.repeat(np.cumsum(count) - count, count)
-    part = np.where(count[batch] > 1, place / np.maximum(count[batch] - 1, 1), 1.0)
+    size, mean, longest = count[known].astype(np.int64), mean[known], longest[known]
+    batch = np.repeat(np.arange(len(size)), size)
+    place = np.arange(len(batch)) - np.repeat(np.cumsum(size) - size, size)
+    part = np.where(size[batch] > 1, place / np.maximum(size[batch] - 1, 1), 1.0)
     shortest = np.maximum(1.0, 2 * mean - longest)[batch]
     return _histogram(shortest + part * (longest[batch] - shortest), np.ones(len(batch)))
 

@@ -157,6 +157,17 @@ def stretches(run: Run, counted: BoolArray) -> list[Stretch]:
     return found
 
 
+def cell_waits(run: Run, counted: BoolArray, cell: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds between the snapshots of a cell's newest attempt in the counted steps, and of these the seconds for which its
+    drafter and, on average, its targets waited."""
+    steps, stats = column(run.steps, "step")[counted], run.stats
+    attempt, at = column(stats, "attempt", 0.0), column(stats, "step")
+    rows = (attempt == attempt.max(initial=0)) & (at >= steps[0]) & (at <= steps[-1]) & (column(stats, "cell", 0.0) == cell)
+    series = (column(stats, "observed_s"), column(stats, "ready_get_wait_s"), _mean(lists(stats, "queue_get_wait_s")))
+    seconds, drafter, targets = (np.diff(values[rows]) for values in series)
+    return seconds, drafter, targets
+
+
 def _mean(values: FloatArray) -> FloatArray:
     known = np.isfinite(values)
     return np.asarray(np.where(known, values, 0.0).sum(axis=1) / np.where(known.any(axis=1), known.sum(axis=1), np.nan))

@@ -20,6 +20,7 @@ from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.findings.pipeline_rows import (
     Share,
     Stretch,
+    cell_waits,
     column,
     counted_steps,
     devices_shared,
@@ -54,8 +55,9 @@ CORES_FULL = 0.7
 
 @dataclass(frozen=True)
 class Waits:
-    """Waiting in the counted steps. `drafter`, `targets`: shares of the step time of cell 0."""
+    """Waiting in the counted steps. `drafter`, `targets`: shares of the time of cell `cell`; `cells`: counters of all."""
 
+    cell: int
     drafter: Share
     targets: Share
     cells: list[Stretch]
@@ -63,9 +65,14 @@ class Waits:
     last_step: int
 
     @property
-    def slowest(self) -> Stretch | None:
-        """The cell whose drafter waits longest; None without snapshots."""
-        return max(self.cells, key=lambda cell: np.nan_to_num(cell.ready_wait / cell.seconds), default=None)
+    def counters(self) -> Stretch | None:
+        """The cell's own; None without snapshots."""
+        return next((one for one in self.cells if one.cell == self.cell), None)
+
+    @property
+    def place(self) -> str:
+        """What a text begins with where there are several cells."""
+        return f"In cell {self.cell}: " if len(self.cells) > 1 else ""
 
     @property
     def rows(self) -> str:
@@ -98,14 +105,25 @@ def is_above(share: Share) -> bool:
 
 
 def measured_waits(run: Run, context: Context, counted: BoolArray) -> Waits | None:
-    """The waits of cell 0 by step, and of all cells by their snapshots; None where too few steps say so."""
+    """The waits of the cell whose drafter waits longest; None where too few steps say so.
+
+    The steps tell of the first cell. Another one is looked at by its snapshots, and only where it waits clearly longer: then the
+    first waits for it when gradients are joined.
+    """
     step = column(run.steps, "step")[counted]
     seconds = column(run.steps, "step_s")[counted]
     drafter = share_of(drafter_idle(run)[counted], seconds, context.rng)
     targets = share_of(column(run.steps, "data_wait_s")[counted], seconds, context.rng)
     if drafter is None or targets is None:
         return None
-    return Waits(drafter, targets, stretches(run, counted), int(step[0]), int(step[-1]))
+    cells, cell = stretches(run, counted), 0
+    slowest = max(cells, key=lambda one: np.nan_to_num(one.share("ready_wait")), default=None)
+    if slowest is not None and slowest.cell != 0 and slowest.share("ready_wait") > drafter.value + LOW_THRESHOLD:
+        passed, waited, idle = cell_waits(run, counted, slowest.cell)
+        others = share_of(waited, passed, context.rng), share_of(idle, passed, context.rng)
+        if others[0] is not None and others[1] is not None:
+            (drafter, targets), cell = others, slowest.cell
+    return Waits(cell, drafter, targets, cells, int(step[0]), int(step[-1]))
 
 
 def _now(run: Run) -> Layout:
@@ -119,7 +137,7 @@ def _strength(gain: float) -> Strength:
 
 def _starved_before_targets(run: Run, waits: Waits, counted: BoolArray, shared: bool) -> Finding | None:
     """The drafter waits, and so do the targets: the byte budget, the queues or the loaders hold them up."""
-    cell = waits.slowest
+    cell = waits.counters
     if cell is None or waits.targets.value < CAUSE_BEFORE_TARGETS * waits.drafter.value:
         return None
     if cell.least_idle < CAUSE_BEFORE_TARGETS * cell.ready_wait:
@@ -128,7 +146,7 @@ def _starved_before_targets(run: Run, waits: Waits, counted: BoolArray, shared: 
         if cell.share(name) >= LIMIT_SHARE:
             return None if shared else _by_limit(run, waits, cell, key)
     workers = run.setting("prefetch.num_workers")
-    load = column(run.batches, "load_s")
+    load = column(run.batches, "load_s")[column(run.batches, "cell", 0.0) == waits.cell]
     load_s = float(np.nanmean(load)) if np.isfinite(load).any() else float("nan")
     if not isinstance(workers, int) or not np.isfinite(load_s) or (shared and _cores_full(run)):
         return None
@@ -153,7 +171,15 @@ def _evidence(waits: Waits, **more: object) -> dict[str, object]:
     names = ("target_idle", "least_idle", "most_idle", "put_wait", "budget_wait", "loader_idle", "ready_wait", "held_up")
     cells = [{"cell": cell.cell, **{f"{name}_share": cell.share(name) for name in names}} for cell in waits.cells]
     return dict(
-        plain({"drafter_wait_share": waits.drafter.value, "target_idle_share": waits.targets.value, "cells": cells, **more})
+        plain(
+            {
+                "cell": waits.cell,
+                "drafter_wait_share": waits.drafter.value,
+                "target_idle_share": waits.targets.value,
+                "cells": cells,
+                **more,
+            }
+        )
     )
 
 
@@ -175,7 +201,7 @@ def _by_limit(run: Run, waits: Waits, cell: Stretch, key: str) -> Finding:
         strength=_strength(1 / max(0.05, 1 - drafter.value)),
         title=f"The {name} keeps targets and drafter waiting: the drafter for {drafter.value:.0%} of its time",
         text=(
-            f"The drafter waits for {drafter} of the step time and the targets "
+            f"{waits.place}The drafter waits for {drafter} of the step time and the targets "
             f"for {idle.value:.0%}. Loading is not the reason: {reason}. So the stages cannot work at the same time."
         ),
         advice=advice,
@@ -194,7 +220,7 @@ def _by_limit(run: Run, waits: Waits, cell: Stretch, key: str) -> Finding:
 def _by_loader(run: Run, waits: Waits, workers: int, load_s: float, busy: float, counted: BoolArray) -> Finding:
     drafter, idle = waits.drafter, waits.targets
     gain = 1 / max(0.05, 1 - drafter.value)
-    costs, layout = measured_costs(run, counted), _now(run)
+    costs, layout = measured_costs(run, counted, waits.cell), _now(run)
     enough = ceil(workers * gain)
     if costs is not None:  # as many as the slower of drafter and targets can take
         fastest = costs.batches_of(layout.cells) / costs.step_s(layout)
@@ -205,7 +231,7 @@ def _by_loader(run: Run, waits: Waits, workers: int, load_s: float, busy: float,
         strength=_strength(gain),
         title=f"Loading is too slow: targets wait for batches for {idle.value:.0%} of the time",
         text=(
-            f"The targets wait for batches for {idle} of the step time, and behind "
+            f"{waits.place}The targets wait for batches for {idle} of the step time, and behind "
             f"them the drafter for {drafter.value:.0%}. A batch takes {_ms(load_s)} to load; the {workers} loading threads are "
             f"busy for {min(busy, 1.0):.0%} of the time. The byte budget is not what holds them up."
         ),
@@ -223,10 +249,10 @@ def _by_loader(run: Run, waits: Waits, workers: int, load_s: float, busy: float,
 
 
 def _starved_by_target(run: Run, waits: Waits, counted: BoolArray) -> list[Finding]:
-    costs, layout, drafter = measured_costs(run, counted), _now(run), waits.drafter
+    costs, layout, drafter = measured_costs(run, counted, waits.cell), _now(run), waits.drafter
     if costs is None:
         return []
-    supply, cell = costs.supply(layout.cells, layout.targets), waits.slowest
+    supply, cell = costs.supply(layout.cells, layout.targets), waits.counters
     if cell is not None and (cell.most_idle - cell.least_idle) / cell.seconds >= UNEQUAL_IDLE:
         return []
     if supply >= 1 or waits.targets.value >= CAUSE_BEFORE_TARGETS * drafter.value:
@@ -234,7 +260,11 @@ def _starved_by_target(run: Run, waits: Waits, counted: BoolArray) -> list[Findi
     better, shared = _better_layouts(costs, layout)
     gain = max([1.0, *(found.gain for found in (better, shared) if found is not None)])
     enough = targets_that_suffice(costs, layout.cells)
-    more = f"with more cards, topology.targets_per_cell: {enough} would keep the drafter busy"
+    if waits.cell and (slower := _slower_cell(run, waits.cell)) >= MIN_GAIN:
+        first = f"look at the devices of cell {waits.cell}, whose targets take {slower:.1f} times as long as those of cell 0"
+    else:
+        first = ""
+    more = f"with more cards set topology.targets_per_cell: {enough}, which keeps the drafter busy"
     return [
         Finding(
             kind="starved_by_target",
@@ -242,10 +272,10 @@ def _starved_by_target(run: Run, waits: Waits, counted: BoolArray) -> list[Findi
             strength="moderate" if gain < STRONG_GAIN and drafter.value >= MODERATE_WAIT else _strength(gain),
             title=f"The drafter waits for target states for {drafter.value:.0%} of its time",
             text=(
-                f"The drafter waits for {drafter} of the step time, while the "
+                f"{waits.place}The drafter waits for {drafter} of the step time, while the "
                 f"targets idle for only {waits.targets.value:.0%}: they are the slow side. {_supply_text(costs, layout, supply)}"
             ),
-            advice=_advice(layout, better, shared, more),
+            advice=_advice(layout, better, shared, more, first),
             measure="time the drafter waits for target states",
             value=100 * drafter.value,
             unit="% of the step time",
@@ -270,7 +300,7 @@ def _starved_by_drafter(run: Run, waits: Waits, counted: BoolArray) -> list[Find
     gain = max(found.gain for found in (better, shared) if found is not None)
     enough = targets_that_suffice(costs, layout.cells)
     spare = layout.cells * (layout.targets - enough)
-    freed = f"topology.targets_per_cell: {enough} would be as fast and free {spare} cards" if spare > 0 else ""
+    freed = f"set topology.targets_per_cell: {enough}, which is as fast and frees {spare} cards" if spare > 0 else ""
     return [
         Finding(
             kind="starved_by_drafter",
@@ -278,7 +308,7 @@ def _starved_by_drafter(run: Run, waits: Waits, counted: BoolArray) -> list[Find
             strength=_strength(gain),
             title=f"Targets are idle for {idle.value:.0%} of the time: the drafter is the slow side",
             text=(
-                f"The targets wait for {idle} of the step time with the drafter always "
+                f"{waits.place}The targets wait for {idle} of the step time with the drafter always "
                 f"at work (it waits for {waits.drafter.value:.0%}). {_supply_text(costs, layout, supply)}"
             ),
             advice=_advice(layout, better, shared, freed),
@@ -315,14 +345,21 @@ def _supply_text(costs: Costs, now: Layout, supply: float) -> str:
     )
 
 
-def _advice(now: Layout, own: Better | None, shared: Better | None, otherwise: str) -> str:
-    parts = []
+def _slower_cell(run: Run, cell: int) -> float:
+    """How many times as long the targets of a cell take for a batch as those of the first cell."""
+    of_cell, seconds = column(run.batches, "cell", 0.0), column(run.batches, "target_forward_s")
+    return float(np.nanmean(seconds[of_cell == cell]) / np.nanmean(seconds[of_cell == 0]))
+
+
+def _advice(now: Layout, own: Better | None, shared: Better | None, last: str, first: str = "") -> str:
+    parts = [first] if first else []
     for found, how in ((own, ""), (shared, " (if both models fit one card)")):
         if found is not None:
-            parts.append(f"{found.layout.keys()} would use the same {now.cards} cards {found.gain:.1f} times better{how}")
-    if otherwise:
-        parts.append(otherwise)
-    return "; or ".join(parts) + ". `dflash simulate --measured` on this run predicts it with memory and queues."
+            parts.append(f"set {found.layout.keys()}, which uses the same {now.cards} cards {found.gain:.1f} times better{how}")
+    if last:
+        parts.append(last)
+    text = "; or ".join(parts)
+    return f"{text[0].upper()}{text[1:]}. `dflash simulate --measured` on this run predicts it with memory and queues."
 
 
 def _cost_evidence(costs: Costs, now: Layout, own: Better | None, shared: Better | None) -> dict[str, object]:
