@@ -65,7 +65,7 @@ def test_another_cell_than_the_first_is_named(tmp_path: Path) -> None:
     """The steps tell of cell 0, which waits in the join: the snapshots tell that it is for cell 1, and what for."""
     finding = the_only(made(tmp_path / "run", replace(BALANCED, cells=2, slow_cell=2.5)), "starved_by_target")
     assert finding.evidence["cell"] == 1 and finding.text.startswith("In cell 1: The drafter waits")
-    assert finding.advice.startswith("Look at the devices of cell 1, whose targets take 2.5 times as long")
+    assert finding.advice.startswith("Look at the devices of cell 1, whose targets take 2.4 times as long")
     assert finding.evidence["target_s_per_batch"] == pytest.approx(2.5 * 0.18, rel=0.1)
 
 
@@ -97,6 +97,20 @@ def test_waiting_for_a_shared_device_is_nobodys_fault(tmp_path: Path) -> None:
     assert found(made(tmp_path / "idle", idle)) == []
     # With a core for each of them, it is.
     the_only(made(tmp_path / "cores", replace(slow, devices="cpu", num_cpus=64)), "starved_by_target")
+
+
+def test_a_card_that_computes_while_its_thread_waits_does_not_starve(tmp_path: Path) -> None:
+    def launched_ahead(rows: Rows) -> None:
+        for batch in rows["batches"]:
+            batch["draft_busy_s"] = rows["steps"][batch["step"]]["step_s"] / 4.3
+
+    assert found(made(tmp_path / "run", replace(BALANCED, target_s=0.4), plants=(launched_ahead,))) == []
+
+
+def test_the_end_at_which_all_is_dispatched_does_not_count(tmp_path: Path) -> None:
+    """Half of the run is in flight at once; targets are done long before the drafter, and nobody is to blame."""
+    run = made(tmp_path / "run", Pipeline(targets=3, target_s=0.24, in_flight=200, queue_batches=200), num_steps=100)
+    assert np.mean(run.steps["data_wait_s"].to_numpy()[-30:]) > 0.1 and found(run) == []
 
 
 def test_nothing_where_nothing_says_on_which_devices_it_ran(tmp_path: Path) -> None:
