@@ -120,9 +120,9 @@ def measured_waits(run: Run, context: Context, counted: BoolArray) -> Waits | No
     slowest = max(cells, key=lambda one: np.nan_to_num(one.share("ready_wait")), default=None)
     if slowest is not None and slowest.cell != 0 and slowest.share("ready_wait") > drafter.value + LOW_THRESHOLD:
         passed, waited, idle = cell_waits(run, counted, slowest.cell)
-        others = share_of(waited, passed, context.rng), share_of(idle, passed, context.rng)
-        if others[0] is not None and others[1] is not None:
-            (drafter, targets), cell = others, slowest.cell
+        its_drafter, its_targets = share_of(waited, passed, context.rng), share_of(idle, passed, context.rng)
+        if its_drafter is not None and its_targets is not None:
+            drafter, targets, cell = its_drafter, its_targets, slowest.cell
     return Waits(cell, drafter, targets, cells, int(step[0]), int(step[-1]))
 
 
