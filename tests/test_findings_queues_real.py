@@ -134,10 +134,12 @@ def found(folder: Path) -> list[Finding]:
     ("kind", "cause", "load_s", "target_s", "draft_s", "limits"),
     [
         ("starved_by_loader", "loading", 0.020, [0.004, 0.004], 0.002, {"num_workers": 2}),
-        ("starved_by_loader", "prefetch.max_bytes", 0.0, [0.004, 0.004], 0.004, {"max_bytes": 1}),
-        ("starved_by_target", None, 0.0, [0.020, 0.020], 0.004, {"num_workers": 2}),
-        ("starved_by_drafter", None, 0.0, [0.002] * 4, 0.010, {"num_workers": 2}),
-        (None, None, 0.0, [0.006], 0.009, {"num_workers": 2}),  # healthy
+        pytest.param(
+            "starved_by_loader", "prefetch.max_bytes", 0.0, [0.004, 0.004], 0.004, {"max_bytes": 1}, marks=pytest.mark.slow
+        ),
+        pytest.param("starved_by_target", None, 0.0, [0.020, 0.020], 0.004, {"num_workers": 2}, marks=pytest.mark.slow),
+        pytest.param("starved_by_drafter", None, 0.0, [0.002] * 4, 0.010, {"num_workers": 2}, marks=pytest.mark.slow),
+        pytest.param(None, None, 0.0, [0.006], 0.009, {"num_workers": 2}, marks=pytest.mark.slow),  # healthy
         ("unequal_dispatch", "slow target", 0.0, [0.020, 0.004, 0.004], 0.001, {"num_workers": 2}),
     ],
 )
