@@ -1,0 +1,162 @@
+"""What all plots share. Colours of paper, text and grid are left to the page, which knows dark from light; so is the room that a
+legend takes, which depends on the width of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from dflash_core.analysis.one_run import RunAnalysis
+from dflash_core.analysis.series import FloatArray
+
+PALETTE = ("#2f7fd8", "#e2711d", "#2a9d6f", "#c2529b", "#8a6fd1", "#a98600", "#d1495b", "#4a99a8")
+# From short to long, for what has an order: readable on white and on black.
+ORDERED = ((86, 194, 182), (47, 127, 216), (138, 99, 196), (209, 73, 91))
+NEUTRAL = "#888888"
+MAX_POINTS = 1500
+MIN_POINTS = 200
+# Points of one plot: what a browser draws without a pause.
+MAX_PLOT_POINTS = 24_000
+# More runs than these are told apart by their order only.
+MAX_NAMED_RUNS = 8
+# The single steps of more runs than these would hide each other.
+MAX_RAW_SERIES = 4
+MAX_NAME_LENGTH = 32
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure with the text around it. The figure's height does not count the legend."""
+
+    key: str
+    title: str
+    caption: str
+    figure: go.Figure
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a run is drawn: `name` is what the legend says, `show` whether it says it for this run."""
+
+    colour: str
+    group: str
+    name: str
+    show: bool
+
+
+def colour(i: int) -> str:
+    return PALETTE[i % len(PALETTE)]
+
+
+def ordered_colour(i: int, count: int) -> str:
+    """The i-th of `count` colours along a scale."""
+    place = (len(ORDERED) - 1) * i / max(1, count - 1)
+    low = min(int(place), len(ORDERED) - 2)
+    mixed = [round(a + (b - a) * (place - low)) for a, b in zip(ORDERED[low], ORDERED[low + 1], strict=True)]
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def label(name: str) -> str:
+    """A name as plotly, which reads HTML, shows it: not longer than a narrow page has room for."""
+    return escape(name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 9]}…{name[-8:]}")
+
+
+def styles(runs: Sequence[RunAnalysis]) -> list[Style]:
+    """A colour and a name per run while they are few; of many runs a colour and a name per batch order."""
+    if len(runs) <= MAX_NAMED_RUNS:
+        return [Style(colour(i), run.run_id, label(run.name), True) for i, run in enumerate(runs)]
+    orders = list(dict.fromkeys(str(run.row["order"]) for run in runs))
+    found, seen = [], set()
+    for run in runs:
+        order = str(run.row["order"])
+        found.append(Style(colour(orders.index(order)), order, f"order {label(order)}", order not in seen))
+        seen.add(order)
+    return found
+
+
+def points_per_trace(num_traces: int) -> int:
+    return int(np.clip(MAX_PLOT_POINTS // max(1, num_traces), MIN_POINTS, MAX_POINTS))
+
+
+def thin(x: FloatArray, y: FloatArray, max_points: int = MAX_POINTS) -> tuple[FloatArray, FloatArray]:
+    """At most `max_points` of a series: of each stretch its lowest and its highest point, so that no spike is lost."""
+    if len(x) <= max_points:
+        return x, y
+    edges = np.linspace(0, len(x), max_points // 2 + 1).astype(int)
+    filled_low, filled_high = np.where(np.isfinite(y), y, np.inf), np.where(np.isfinite(y), y, -np.inf)
+    low = [a + int(filled_low[a:b].argmin()) for a, b in pairwise(edges.tolist())]
+    high = [a + int(filled_high[a:b].argmax()) for a, b in pairwise(edges.tolist())]
+    kept = np.unique(np.concatenate([low, high]))
+    return x[kept], y[kept]
+
+
+def small(values: FloatArray) -> FloatArray:
+    """Half the size in the page; a plot shows no more than float32 holds. What is not finite is a gap."""
+    values = np.asarray(values, dtype=np.float32)
+    return np.where(np.isfinite(values), values, np.float32("nan"))
+
+
+def whole(values: FloatArray) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Steps, positions and counts as they stand in the page."""
+    return np.asarray(values, dtype=np.int32)
+
+
+def lay_out(figure: go.Figure, x: str, y: str, *, log_y: bool = False, height: int = 340) -> go.Figure:
+    figure.update_layout(
+        template="none",
+        height=height,
+        margin={"l": 52, "r": 12, "t": 10, "b": 46},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0, "tracegroupgap": 0},
+        hovermode="closest",
+        font={"size": 12},
+    )
+    figure.update_xaxes(title={"text": x, "standoff": 8}, zeroline=False, automargin=True)
+    figure.update_yaxes(title={"text": y, "standoff": 8}, zeroline=False, automargin=True)
+    if log_y:
+        ticks = log_ticks([trace.y for trace in figure.data])
+        figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
+    return figure
+
+
+def log_ticks(series: Sequence[FloatArray]) -> list[float]:
+    """Ticks of a logarithmic axis: powers of ten, and 2 and 5 times them when fewer than three decades are shown."""
+    values = np.concatenate([np.asarray(values, dtype=np.float64) for values in series])
+    values = values[np.isfinite(values) & (values > 0)]
+    if not len(values):
+        return [1.0]
+    low, high = int(np.floor(np.log10(values.min()))), int(np.ceil(np.log10(values.max())))
+    steps = (1.0, 2.0, 5.0) if high - low < 3 else (1.0,)
+    return [step * 10.0**power for power in range(low, high + 1) for step in steps]
+
+
+def rule(figure: go.Figure, x: float, text: str, dash: str, height: float) -> None:
+    """A vertical line with its name beside the top."""
+    figure.add_vline(x=x, line={"dash": dash, "width": 1.5, "color": NEUTRAL})
+    name = {"xref": "x", "yref": "paper", "yanchor": "top", "xanchor": "left", "showarrow": False}
+    figure.add_annotation(x=x, y=height, text=f" {escape(text)}", **name)
+
+
+def band(x: FloatArray, low: FloatArray, high: FloatArray, shade: str, group: str, *, show: bool | str = True) -> dict[str, Any]:
+    """A shaded interval as one closed trace that belongs to the line of `group`; points without an interval are left out."""
+    known = np.isfinite(low) & np.isfinite(high)
+    x, low, high = x[known], low[known], high[known]
+    return {
+        "x": np.concatenate([x, x[::-1]]),
+        "y": small(np.concatenate([high, low[::-1]])),
+        "mode": "lines",
+        "fill": "toself",
+        "fillcolor": shade,
+        "line": {"width": 0, "color": shade},
+        "opacity": 0.2,
+        "hoverinfo": "skip",
+        "legendgroup": group,
+        "showlegend": False,
+        "visible": show,
+    }

@@ -1,0 +1,190 @@
+"""What was trained on and in which order: lengths, bucket runs, shares over time, and the gradient inside a bucket run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from dflash_core.analysis.history import History
+from dflash_core.analysis.one_run import RunAnalysis
+from dflash_core.analysis.plots.figure import (
+    MAX_RAW_SERIES,
+    NEUTRAL,
+    Plot,
+    Style,
+    colour,
+    label,
+    lay_out,
+    log_ticks,
+    ordered_colour,
+    rule,
+    small,
+    styles,
+    whole,
+)
+
+MAX_SOURCES = 6
+OTHER_SOURCES = "other sources"
+MAX_SHARE_PLOTS = 6
+# What a bucket run is at each level, its unit, and the title.
+LEVELS = {
+    "flat": ("consecutive batches of one length bucket, in the order of training", "batches", "Bucket runs in the order of training"),
+    "cell": ("consecutive batches of one length bucket, as one drafter sees them", "batches", "Bucket runs as a cell sees them"),
+    "step": ("consecutive optimizer steps that lean to the same bucket", "steps", "Bucket runs of whole steps"),
+}
+
+
+def length_plot(bins: pd.DataFrame, histogram: pd.DataFrame) -> Plot:
+    """Lengths of the dataset by source (`length_bins`), and the bucket boundaries (`length_histogram`)."""
+    figure = go.Figure()
+    for number, (source, part) in enumerate(_by_source(bins)):
+        lower, upper = part["lower"].to_numpy(dtype=float), part["upper"].to_numpy(dtype=float)
+        bars = {"x": (lower + upper) / 2, "width": upper - lower, "y": part["num_sequences"].to_numpy()}
+        figure.add_bar(**bars, marker={"color": colour(number), "line": {"width": 0}}, name=label(source))
+    lay_out(figure, "sequence length, tokens", "sequences")
+    figure.update_layout(barmode="stack")
+    for edge in histogram["upper"].to_numpy(dtype=float)[:-1]:
+        figure.add_vline(x=edge, line={"dash": "dash", "width": 1, "color": NEUTRAL})
+    caption = (
+        "Sequences of the dataset by length and source. Dashed: boundaries between the buckets; lengths up to a boundary lie "
+        "left of it."
+    )
+    return Plot("lengths", "Sequence lengths and bucket boundaries", caption, figure)
+
+
+def _by_source(bins: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Bins of the largest sources, and those of all others together, each with one row per bin."""
+    if "source" not in bins.columns:
+        bins = bins.assign(source="sequences")
+    largest = bins.groupby("source")["num_sequences"].sum().sort_values(ascending=False, kind="stable").index[:MAX_SOURCES]
+    shown = bins["source"].where(bins["source"].isin(largest), OTHER_SOURCES)
+    sums = bins.assign(source=shown).groupby(["source", "lower", "upper"], as_index=False)["num_sequences"].sum()
+    names = [name for name in [*largest, OTHER_SOURCES] if (sums["source"] == name).any()]
+    return [(str(name), sums[sums["source"] == name]) for name in names]
+
+
+def run_length_plots(runs: Sequence[RunAnalysis], lengths: pd.DataFrame) -> list[Plot]:
+    """One plot per level of the `run_lengths` table; the cell's only where it differs from the flat one."""
+    parts = {level: lengths[(lengths["level"] == level) & lengths["bucket"].notna()] for level in LEVELS}
+    columns = ["run_id", "bucket", "run_length", "count"]
+    same = parts["flat"][columns].reset_index(drop=True).equals(parts["cell"][columns].reset_index(drop=True))
+    return [_level_plot(runs, level, part) for level, part in parts.items() if len(part) and not (level == "cell" and same)]
+
+
+def _level_plot(runs: Sequence[RunAnalysis], level: str, lengths: pd.DataFrame) -> Plot:
+    what, unit, title = LEVELS[level]
+    by_bucket = len(runs) <= MAX_RAW_SERIES
+    style = styles(runs)
+    figure = make_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.08, row_heights=[0.5, 0.5]) if by_bucket else go.Figure()
+    sums = lengths.groupby(["run_id", "run_length"])["count"].sum()
+    known = set(lengths["run_id"])
+    for run, look in zip(runs, style, strict=True):
+        if run.run_id in known:
+            _draw_counts(figure, sums.loc[run.run_id], look, run.name, bars=by_bucket)
+    counted = [np.asarray(trace.y, dtype=float) for trace in figure.data]
+    lay_out(figure, f"length of a bucket run, {unit}", "bucket runs (log)", height=480 if by_bucket else 340)
+    ticks = log_ticks(counted)
+    figure.update_layout(yaxis={"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks]}, bargap=0.15)
+    longest = int(lengths["run_length"].max())
+    figure.update_xaxes(tickformat="d", dtick=1 if longest <= 10 else None, range=[0.4, longest + 0.8])
+    caption = f"A bucket run: {what}. Above: how many there are of each length." if by_bucket else f"A bucket run: {what}."
+    if by_bucket:
+        for i, (run, look) in enumerate(zip(runs, style, strict=True)):
+            _draw_buckets(figure, lengths[lengths["run_id"] == run.run_id], look, (i - (len(runs) - 1) / 2) * 0.22)
+        figure.update_layout(xaxis={"title": None}, yaxis2={"title": {"text": "bucket"}, "dtick": 1, "tickformat": "d"})
+        caption += " Below: in which buckets, a larger dot for more."
+    if level == "flat":
+        caption += _draw_bounds(figure, runs)
+    return Plot("run_lengths" if level == "flat" else f"run_lengths_{level}", title, caption, figure)
+
+
+def _draw_counts(figure: go.Figure, counts: pd.Series, look: Style, name: str, *, bars: bool) -> None:
+    x, y = whole(counts.index.to_numpy()), whole(counts.to_numpy())
+    hover = f"length %{{x}}: %{{y:,}}<extra>{label(name)}</extra>"
+    common = {"x": x, "y": y, "name": look.name, "legendgroup": look.group, "showlegend": look.show, "hovertemplate": hover}
+    if bars:
+        figure.add_bar(**common, marker={"color": look.colour})
+    else:
+        figure.add_scatter(**common, mode="lines+markers", line={"color": look.colour, "width": 1}, marker={"size": 4})
+
+
+def _draw_buckets(figure: go.Figure, part: pd.DataFrame, look: Style, shift: float) -> None:
+    count, bucket = part["count"].to_numpy(dtype=float), part["bucket"].to_numpy(dtype=float)
+    figure.add_scatter(
+        x=whole(part["run_length"].to_numpy()),
+        y=small(bucket + shift),
+        mode="markers",
+        marker={"color": look.colour, "size": small(4 + 3 * np.log2(1 + count) ** 0.8), "opacity": 0.8, "line": {"width": 0}},
+        customdata=np.stack([bucket, count], axis=1).astype(np.int32),
+        hovertemplate=f"bucket %{{customdata[0]}}, length %{{x}}: %{{customdata[1]:,}}<extra>{look.name}</extra>",
+        legendgroup=look.group,
+        showlegend=False,
+        xaxis="x2",
+        yaxis="y2",
+    )
+
+
+def _draw_bounds(figure: go.Figure, runs: Sequence[RunAnalysis]) -> str:
+    """Lines for R* and for shuffling; returns the sentence that explains them."""
+    bounds = sorted({int(run.row["shortest_possible_longest_run"]) for run in runs})
+    shuffled = sorted(float(run.row["shuffled_longest_run_median"]) for run in runs)
+    typical = shuffled[len(shuffled) // 2]
+    furthest = max(bounds[-1] + 0.5, typical, figure.layout.xaxis.range[1])
+    figure.update_xaxes(range=[0.4, furthest + 0.8])
+    for bound in bounds[:MAX_RAW_SERIES]:
+        rule(figure, bound + 0.5, f"R* = {bound}", "dash", 1.0)
+    if typical > bounds[-1]:
+        rule(figure, typical, "shuffling", "dot", 0.93)
+    return (
+        " Dashed: R*, the shortest that the longest run of an epoch can be. Dotted: what shuffling at random gives for it (median)."
+    )
+
+
+def share_plots(runs: Sequence[RunAnalysis], histories: Mapping[str, History], ranges: Mapping[int, str]) -> list[Plot]:
+    """Bucket shares over time, one plot per run, of the first few runs whose history is known."""
+    found = [(run, histories[run.run_id]) for run in runs if run.run_id in histories][:MAX_SHARE_PLOTS]
+    plots = []
+    for number, (run, history) in enumerate(found):
+        counts = history.bucket_counts
+        if len(counts) < 2 or counts.shape[1] < 2:
+            continue
+        shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+        figure = go.Figure()
+        for bucket in range(counts.shape[1]):
+            shade = ordered_colour(bucket, counts.shape[1])
+            name = f"{bucket}: {ranges[bucket]}" if bucket in ranges else f"bucket {bucket}"
+            hover = f"steps around %{{x:.0f}}: %{{y:.1%}}<extra>{name}</extra>"
+            style = {"mode": "lines", "line": {"width": 0.5, "color": shade}, "fillcolor": shade, "stackgroup": "one"}
+            figure.add_scatter(x=small(history.steps), y=small(shares[:, bucket]), name=name, hovertemplate=hover, **style)
+        lay_out(figure, "optimizer step", "share of the batches", height=300)
+        figure.update_layout(yaxis={"range": [0, 1], "tickformat": ".0%"})
+        width = history.steps[1] - history.steps[0]
+        caption = f"Batches of each bucket (lengths in tokens) among those of {width:.0f} steps; level borders: an even mix."
+        plots.append(Plot(f"shares_{number}", f"Bucket shares over time: {run.name}", caption, figure))
+    return plots
+
+
+def position_plots(runs: Sequence[RunAnalysis], positions: pd.DataFrame) -> list[Plot]:
+    """Gradient norm by position in a bucket run (table `run_positions`), one plot per level that has rows."""
+    plots = []
+    for number, level in enumerate(dict.fromkeys(positions["level"])):
+        figure = go.Figure()
+        for run, look in zip(runs, styles(runs), strict=True):
+            part = positions[(positions["level"] == level) & (positions["run_id"] == run.run_id)].sort_values("position")
+            mean = part["grad_norm_mean"].to_numpy(dtype=float)
+            if np.isfinite(mean).any():
+                low, high = (part[f"grad_norm_{end}"].to_numpy(dtype=float) for end in ("low", "high"))
+                spread = {"type": "data", "array": small(high - mean), "arrayminus": small(mean - low), "thickness": 1}
+                style = {"line": {"color": look.colour, "width": 2}, "legendgroup": look.group, "showlegend": look.show}
+                x = whole(part["position"].to_numpy())
+                figure.add_scatter(x=x, y=small(mean), error_y=spread, mode="lines+markers", name=look.name, **style)
+        if figure.data:
+            lay_out(figure, f"position in a bucket run ({level})", "gradient norm, mean")
+            figure.update_xaxes(tickformat="d")
+            caption = "A line that rises: the gradient grows while batches of one bucket follow each other. Bars: 95 % intervals."
+            plots.append(Plot(f"positions_{number}", f"Gradient norm inside a bucket run: {level}", caption, figure))
+    return plots
