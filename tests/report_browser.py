@@ -37,10 +37,12 @@ MEASURE = """(() => {
   const plots = [...document.querySelectorAll(".plot")].map(box => {
     const svg = box.querySelector("svg.main-svg"), size = svg ? svg.getBoundingClientRect() : { width: 0, height: 0 };
     const legend = box.querySelector(".legend"), area = box.querySelector(".nsewdrag");
-    const low = legend ? legend.getBoundingClientRect() : null, inner = area ? area.getBoundingClientRect() : { top: 0, height: 0 };
+    const low = legend ? legend.getBoundingClientRect() : null;
+    const inner = area ? area.getBoundingClientRect() : { top: 0, height: 0 };
     const frame = box.closest("figure").getBoundingClientRect();
     return { id: box.id, width: size.width, height: size.height, area: inner.height, right: size.right - frame.right,
-      covered: low ? low.bottom - inner.top : -1, wide: low ? low.right - frame.right : -1, label: box.getAttribute("aria-label") };
+      covered: low ? low.bottom - inner.top : -1, wide: low ? low.right - frame.right : -1,
+      label: box.getAttribute("aria-label") };
   });
   const levels = [...document.querySelectorAll("h1,h2,h3,h4")].map(head => Number(head.tagName[1]));
   return { scroll: document.documentElement.scrollWidth, inner: innerWidth, plots, levels,
@@ -118,10 +120,8 @@ class Browser:
         for end in (self._write, self._read):
             with contextlib.suppress(OSError):
                 os.close(end)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            pass
         with contextlib.suppress(ProcessLookupError):  # what is left of the group, also when the browser itself has ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=10)

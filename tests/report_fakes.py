@@ -31,7 +31,7 @@ def finding(run_id: str, kind: str = "loss_composition", **changes: Any) -> Find
         "run_id": run_id,
         "strength": "strong",
         "title": "The mix of buckets explains 71 % of the loss variance",
-        "text": "Of the variance of the loss around its trend, 71 % (95 % interval 64 to 77 %) goes with the bucket shares of the step.",
+        "text": "Of the variance of the loss around its trend, 71 % (64 to 77 %) goes with the bucket shares of the step.",
         "advice": "Set bucketing.order to diverse, which gives every step nearly the same mix.",
         "measure": "share of the variance from the mix",
         "value": 0.71,
@@ -61,7 +61,9 @@ def content(runs: Sequence[RunAnalysis], histogram: pd.DataFrame | None = None, 
     return Content(runs, comparisons, tables, CONFIG, [], histogram, bins, histories)
 
 
-def with_everything(runs: Sequence[RunAnalysis], histogram: pd.DataFrame | None = None, bins: pd.DataFrame | None = None) -> Content:
+def with_everything(
+    runs: Sequence[RunAnalysis], histogram: pd.DataFrame | None = None, bins: pd.DataFrame | None = None
+) -> Content:
     """Content with findings and rows in every table."""
     full = [_enriched(run, number) for number, run in enumerate(runs)]
     made = content(full, histogram, bins)
@@ -93,11 +95,14 @@ def _rows(run: RunAnalysis, number: int) -> dict[str, list[dict[str, Any]]]:
     base = {"run_id": run.run_id}
     parts = [("composition", 0.5), ("trend", 0.2), ("rest", 0.3)]
     return {
-        "loss_parts": [{**base, "part": part, "share": share, "low": share - 0.05, "high": share + 0.05, "sd": 0.1} for part, share in parts],
+        "loss_parts": [
+            {**base, "part": part, "share": share, "low": share - 0.05, "high": share + 0.05, "sd": 0.1} for part, share in parts
+        ],
         "run_positions": [
             {
                 **base, "level": "flat", "position": i, "num_steps": 50 - i, "grad_norm_mean": 0.5 + 0.1 * i + 0.1 * number,
-                "grad_norm_low": 0.45 + 0.1 * i, "grad_norm_high": 0.6 + 0.2 * i, "loss_mean": 2.0, "loss_low": 1.9, "loss_high": 2.1,
+                "grad_norm_low": 0.45 + 0.1 * i, "grad_norm_high": 0.6 + 0.2 * i, "loss_mean": 2.0, "loss_low": 1.9,
+                "loss_high": 2.1,
             }
             for i in range(1, 6)
         ],
@@ -107,8 +112,10 @@ def _rows(run: RunAnalysis, number: int) -> dict[str, list[dict[str, Any]]]:
         ],
         "progress": [
             {
-                **base, "num_anchors_seen": 1000 * i, "step": 10 * i, "loss": 2 + 3 / i, "loss_low": 1.9 + 3 / i, "loss_high": 2.1 + 3 / i,
-                "loss_adjusted": 2 + 3 / i, "expected_acceptance_length": 1 + 0.2 * i, "acceptance_length": 1 + 0.21 * i if i % 4 == 0 else None,
+                **base, "num_anchors_seen": 1000 * i, "step": 10 * i, "loss": 2 + 3 / i, "loss_low": 1.9 + 3 / i,
+                "loss_high": 2.1 + 3 / i,
+                "loss_adjusted": 2 + 3 / i, "expected_acceptance_length": 1 + 0.2 * i,
+                "acceptance_length": 1 + 0.21 * i if i % 4 == 0 else None,
             }
             for i in range(1, 11)
         ],
@@ -121,7 +128,8 @@ def _group_rows() -> dict[str, list[dict[str, Any]]]:
         "groups": [{**mean, "group": group} for group in ("diverse", "shuffle")],
         "group_comparisons": [
             {
-                "metric": "final_loss", "group_a": "diverse", "group_b": "shuffle", "num_a": 3, "num_b": 3, "paired": True, "value_a": 1.2,
+                "metric": "final_loss", "group_a": "diverse", "group_b": "shuffle", "num_a": 3, "num_b": 3, "paired": True,
+                "value_a": 1.2,
                 "value_b": 1.3, "difference": 0.1, "ci_low": 0.04, "ci_high": 0.16, "effect_size": 1.5,
                 "effect_kind": "standardised difference", "unit": "nats",
             }

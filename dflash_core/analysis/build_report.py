@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -81,14 +81,16 @@ def build_report(content: Content) -> Report:
 def _plots(content: Content) -> list[PlotGroup]:
     """All plots that have something to show, in groups; a group without any is left out."""
     runs, histories, config = content.runs, content.histories, content.config
-    frame = {name: content.tables[name].to_pandas() for name in ("run_lengths", "loss_parts", "run_positions", "waits", "progress")}
+    frame = {
+        name: content.tables[name].to_pandas() for name in ("run_lengths", "loss_parts", "run_positions", "waits", "progress")
+    }
     ranges = _ranges(content.histogram)
     lengths = [] if content.histogram is None or content.bins is None else [order.length_plot(content.bins, content.histogram)]
     groups: dict[str, list[Plot | None]] = {
         "Loss and gradient": [
             training.loss_plot(runs, histories, config),
-            pipeline.loss_parts_plot(runs, frame["loss_parts"]),
             training.grad_norm_plot(runs, histories, config),
+            pipeline.loss_parts_plot(runs, frame["loss_parts"]),
             *order.position_plots(runs, frame["run_positions"]),
             *quality.progress_plots(runs, frame["progress"]),
         ],
@@ -107,8 +109,16 @@ def _plots(content: Content) -> list[PlotGroup]:
             *pipeline.dispatch_plots(runs, histories),
         ],
     }
-    shown = [PlotGroup(title, [plot for plot in plots if plot is not None]) for title, plots in groups.items()]
+    shown = [PlotGroup(title, _arranged([plot for plot in plots if plot is not None])) for title, plots in groups.items()]
     return [group for group in shown if group.plots]
+
+
+def _arranged(plots: list[Plot]) -> list[Plot]:
+    """Wide plots first, then pairs; of an odd number the first is wide too, so that no half of a line stays empty."""
+    wide, narrow = [plot for plot in plots if plot.wide], [plot for plot in plots if not plot.wide]
+    if len(narrow) % 2:
+        narrow[0] = replace(narrow[0], wide=True)
+    return wide + narrow
 
 
 def _notes(content: Content) -> list[str]:
@@ -116,6 +126,11 @@ def _notes(content: Content) -> list[str]:
     if content.histogram is None or content.bins is None:
         notes.append("The dataset folder has no length histogram, so that plot is left out.")
     num_runs = len(content.runs)
+    known = [(run.name, content.histories[run.run_id]) for run in content.runs if run.run_id in content.histories]
+    several = [(name, history) for name, history in known if len(history.target_names) > 1]
+    equal = [name for name, history in several if not pipeline.unequal(pipeline.batches_ahead(history))]
+    if equal:
+        notes.append(f"All targets were given equally many batches at all times in {shortened(equal)}.")
     if num_runs > pipeline.MAX_QUEUE_PLOTS:
         notes.append(f"Queue depths are shown for {pipeline.MAX_QUEUE_PLOTS} of {num_runs} runs.")
     if num_runs - 1 > MAX_COMPARISON_TABLES:

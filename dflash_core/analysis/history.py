@@ -13,7 +13,7 @@ from dflash_core.analysis.series import FloatArray
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
-MAX_STRETCHES = 80
+MAX_STRETCHES = 40
 
 
 @dataclass(frozen=True)

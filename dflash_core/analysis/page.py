@@ -20,11 +20,13 @@ h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywh
 h2 { font-size: 1.2rem; margin: 0 0 8px; overflow-wrap: anywhere; }
 h2.free { margin: 28px 0 0; }
 h3 { font-size: 1.02rem; margin: 0 0 6px; overflow-wrap: anywhere; }
+.scroll + h3, .finding + h3 { margin-top: 22px; }
 h4 { font-size: 1rem; margin: 0; overflow-wrap: anywhere; }
 p { margin: 6px 0; overflow-wrap: anywhere; }
 a { color: var(--accent); }
 .soft { color: var(--soft); font-size: .9rem; margin: 0 0 12px; }
-.state { border-left: 4px solid var(--accent); background: var(--card); padding: 8px 12px; margin: 8px 0; border-radius: 0 8px 8px 0; }
+.state { border-left: 4px solid var(--accent); background: var(--card); padding: 8px 12px; margin: 8px 0;
+  border-radius: 0 8px 8px 0; }
 nav { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 12px 0; font-size: .95rem; }
 section, figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px; margin: 16px 0; }
 .plots { display: grid; grid-template-columns: minmax(0, 1fr); gap: 16px; margin: 12px 0 16px; }
@@ -50,7 +52,8 @@ tbody tr:last-child > * { border-bottom: 0; }
 .cell-strong { color: var(--strong); font-weight: 650; } .cell-moderate { color: var(--moderate); font-weight: 650; }
 .advice::before { content: "→ "; }
 details { margin: 6px 0; } summary { cursor: pointer; color: var(--accent); }
-dl { display: grid; grid-template-columns: minmax(6em, max-content) minmax(0, 1fr); gap: 2px 14px; margin: 8px 0; font-size: .9rem; }
+dl { display: grid; grid-template-columns: minmax(6em, max-content) minmax(0, 1fr); gap: 2px 14px; margin: 8px 0;
+  font-size: .9rem; }
 dt { color: var(--soft); overflow-wrap: anywhere; } dd { margin: 0; overflow-wrap: anywhere; }
 code { font: .85rem/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 pre { background: var(--code); border-radius: 6px; padding: 8px 10px; margin: 6px 0; white-space: pre-wrap; }
@@ -76,8 +79,8 @@ function themed(layout) {
 function sized(figure, width) {
   const names = figure.data.filter(t => t.showlegend !== false && t.name).map(t => t.name);
   if (names.length < 2 && !figure.data.some(t => t.showlegend === true)) return { height: figure.base, "margin.t": 10 };
-  const longest = Math.max(...names.map(name => 46 + 6.6 * name.length));
-  const lines = Math.ceil(names.length / Math.max(1, Math.floor((width - 64) / longest)));
+  const longest = Math.max(...names.map(name => 40 + 5.8 * name.length));
+  const lines = Math.ceil(names.length / Math.max(1, Math.floor((width - 56) / longest)));
   return { height: figure.base + 20 * lines, "margin.t": 16 + 20 * lines };
 }
 async function draw() {
@@ -87,6 +90,7 @@ async function draw() {
     figure.width = box.clientWidth;
     const size = sized(figure, figure.width);
     box.style.height = size.height + "px";
+    if (matchMedia("(pointer: coarse)").matches) figure.layout.dragmode = false;  // a finger scrolls the page
     await Plotly.newPlot(box, figure.data, figure.layout, { responsive: true, displaylogo: false, displayModeBar: false });
     await Plotly.relayout(box, { ...themed(figure.layout), ...size });
   }
@@ -130,7 +134,8 @@ PAGE = """<!doctype html>
 <thead><tr>{% for cell in table.header %}<th scope="col">{{ cell }}</th>{% endfor %}</tr></thead>
 <tbody>{% for row in table.rows %}<tr{% if loop.index0 in table.bold %} class="bold"{% endif %}>
 {% for cell in row %}{% if loop.first %}<th scope="row">{{ cell }}</th>{% else %}
-<td{% if badges and cell in ("strong", "moderate") %} class="cell-{{ cell }}"{% endif %}>{{ cell }}</td>{% endif %}{% endfor %}</tr>
+<td{% if badges and cell in ("strong", "moderate") %} class="cell-{{ cell }}"{% endif %}>{{ cell }}</td>{% endif %}
+{% endfor %}</tr>
 {% endfor %}</tbody>
 </table></div>
 {% endmacro %}
@@ -186,7 +191,8 @@ PAGE = """<!doctype html>
 <h2 class="free" id="plots-{{ loop.index0 }}">{{ group.title }}</h2>
 <div class="plots">
 {% for plot in group.plots %}
-<figure{% if plot.wide %} class="wide"{% endif %}><figcaption><h3>{{ plot.title }}</h3><p class="soft">{{ plot.caption }}</p></figcaption>
+<figure{% if plot.wide %} class="wide"{% endif %}><figcaption>
+<h3>{{ plot.title }}</h3><p class="soft">{{ plot.caption }}</p></figcaption>
 <div class="plot" id="plot-{{ plot.key }}" role="img" aria-label="Plot: {{ plot.title }}. {{ plot.caption }}"
  style="height: {{ plot.figure.layout.height }}px"></div></figure>
 {% endfor %}

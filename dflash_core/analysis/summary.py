@@ -245,7 +245,7 @@ def group_tables(groups: Sequence[Row], comparisons: Sequence[Row]) -> list[Tabl
             ]
             for row in sorted(groups, key=lambda row: (_rank(row["metric"]), row["group"]))
         ]
-        tables.append(Table(["", "group", "runs", "mean", "sd between runs", "95 % interval"], body, "Groups of runs"))
+        tables.append(Table(["", "group", "runs", "mean", "sd between runs", "95 % interval"], body, "Each group"))
     if comparisons:
         found = sorted(comparisons, key=lambda row: (_rank(row["metric"]), row["group_a"], row["group_b"]))
         body = [
@@ -263,7 +263,7 @@ def group_tables(groups: Sequence[Row], comparisons: Sequence[Row]) -> list[Tabl
         ]
         header = ["", "groups", "runs", "first", "second", "difference", "95 % interval", "effect"]
         bold = frozenset(i for i, row in enumerate(found) if excludes_zero(row))
-        tables.append(Table(header, body, "Groups of runs against each other", bold))
+        tables.append(Table(header, body, "Groups against each other", bold))
     return tables
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+from numpy.lib.stride_tricks import sliding_window_view
 
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.series import FloatArray
@@ -81,6 +82,50 @@ def styles(runs: Sequence[RunAnalysis]) -> list[Style]:
     return found
 
 
+@dataclass(frozen=True)
+class Line:
+    """One run's line: x and y of equal length."""
+
+    look: Style
+    run_name: str
+    x: FloatArray
+    y: FloatArray
+
+
+def draw_lines(figure: go.Figure, lines: Sequence[Line], hover: str, *, suffix: str = "", **trace: Any) -> None:
+    """Draw lines; those of runs that share a look become one trace with gaps, as many traces make a browser slow.
+
+    Args:
+        hover: what a point says, a plotly template; the run's name follows.
+        suffix: of the names in the legend.
+        trace: further properties of the traces; `line`, `marker` and `showlegend` are completed by the run's look.
+    """
+    groups: dict[str, list[Line]] = {}
+    for number, line in enumerate(lines):
+        groups.setdefault(line.look.group if len(lines) > MAX_NAMED_RUNS else str(number), []).append(line)
+    for group in groups.values():
+        look = group[0].look
+        own = dict(trace)
+        for name in ("line", "marker"):
+            if name in own or name == "line":
+                own[name] = {**own.get(name, {}), "color": look.colour}
+        if len(group) > 1:
+            own["hovertext"] = np.repeat([label(line.run_name) for line in group], [len(line.x) + 1 for line in group]).astype(
+                object
+            )
+        said = "%{hovertext}" if len(group) > 1 else label(group[0].run_name)
+        shown = own.pop("showlegend", any(line.look.show for line in group))
+        figure.add_scatter(
+            x=np.concatenate([np.append(line.x, line.x[-1:]) for line in group]),
+            y=small(np.concatenate([np.append(line.y, [np.nan] * len(line.y[-1:])) for line in group])),
+            name=look.name + suffix,
+            legendgroup=look.group + suffix,
+            showlegend=shown,
+            hovertemplate=f"{hover}<extra>{said}</extra>",
+            **own,
+        )
+
+
 def points_per_trace(num_traces: int) -> int:
     return int(np.clip(MAX_PLOT_POINTS // max(1, num_traces), MIN_POINTS, MAX_POINTS))
 
@@ -95,6 +140,15 @@ def thin(x: FloatArray, y: FloatArray, max_points: int = MAX_POINTS) -> tuple[Fl
     high = [a + int(filled_high[a:b].argmax()) for a, b in pairwise(edges.tolist())]
     kept = np.unique(np.concatenate([low, high]))
     return x[kept], y[kept]
+
+
+def median_at(values: FloatArray, width: int, stride: int) -> FloatArray:
+    """Every `stride`-th value of the running median (`series.running_median`), without computing those between."""
+    half = (width | 1) // 2
+    windows = np.sort(sliding_window_view(np.pad(values, half, constant_values=np.nan), 2 * half + 1)[::stride], axis=1)
+    count = np.isfinite(windows).sum(axis=1)  # what is not a number is sorted to the end
+    rows, last = np.arange(len(windows)), np.maximum(count - 1, 0)
+    return np.asarray((windows[rows, last // 2] + windows[rows, np.minimum(count // 2, last)]) / 2)
 
 
 def small(values: FloatArray) -> FloatArray:

@@ -81,7 +81,9 @@ def draw_moments(figure: go.Figure, marks: Sequence[Mark]) -> None:
 def moments_sentence(marks: Sequence[Mark]) -> str:
     if not marks:
         return ""
-    names = [f"{mark.name} ({'dotted' if mark.dash == 'dot' else 'dashed' if mark.dash == 'dash' else 'solid'})" for mark in marks]
+    names = [
+        f"{mark.name} ({'dotted' if mark.dash == 'dot' else 'dashed' if mark.dash == 'dash' else 'solid'})" for mark in marks
+    ]
     return f" Vertical lines: {', '.join(names)}; the legend turns them on and off."
 
 

@@ -14,9 +14,11 @@ from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.plots.figure import (
     MAX_RAW_SERIES,
     NEUTRAL,
+    Line,
     Plot,
     Style,
     colour,
+    draw_lines,
     label,
     lay_out,
     log_ticks,
@@ -32,7 +34,11 @@ OTHER_SOURCES = "other sources"
 MAX_SHARE_PLOTS = 6
 # What a bucket run is at each level, its unit, and the title.
 LEVELS = {
-    "flat": ("consecutive batches of one length bucket, in the order of training", "batches", "Bucket runs in the order of training"),
+    "flat": (
+        "consecutive batches of one length bucket, in the order of training",
+        "batches",
+        "Bucket runs in the order of training",
+    ),
     "cell": ("consecutive batches of one length bucket, as one drafter sees them", "batches", "Bucket runs as a cell sees them"),
     "step": ("consecutive optimizer steps that lean to the same bucket", "steps", "Bucket runs of whole steps"),
 }
@@ -82,9 +88,12 @@ def _level_plot(runs: Sequence[RunAnalysis], level: str, lengths: pd.DataFrame) 
     figure = make_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.08, row_heights=[0.5, 0.5]) if by_bucket else go.Figure()
     sums = lengths.groupby(["run_id", "run_length"])["count"].sum()
     known = set(lengths["run_id"])
-    for run, look in zip(runs, style, strict=True):
-        if run.run_id in known:
-            _draw_counts(figure, sums.loc[run.run_id], look, run.name, bars=by_bucket)
+    found = [(run, look, sums.loc[run.run_id]) for run, look in zip(runs, style, strict=True) if run.run_id in known]
+    lines = [Line(look, run.name, whole(counts.index.to_numpy()), counts.to_numpy(dtype=float)) for run, look, counts in found]
+    if by_bucket:
+        _draw_bars(figure, lines)
+    else:
+        draw_lines(figure, lines, "length %{x}: %{y:,}", mode="lines+markers", line={"width": 1}, marker={"size": 4})
     counted = [np.asarray(trace.y, dtype=float) for trace in figure.data]
     lay_out(figure, f"length of a bucket run, {unit}", "bucket runs (log)", height=480 if by_bucket else 340)
     ticks = log_ticks(counted)
@@ -94,7 +103,7 @@ def _level_plot(runs: Sequence[RunAnalysis], level: str, lengths: pd.DataFrame) 
     caption = f"A bucket run: {what}. Above: how many there are of each length." if by_bucket else f"A bucket run: {what}."
     if by_bucket:
         for i, (run, look) in enumerate(zip(runs, style, strict=True)):
-            _draw_buckets(figure, lengths[lengths["run_id"] == run.run_id], look, (i - (len(runs) - 1) / 2) * 0.22)
+            _draw_buckets(figure, lengths[lengths["run_id"] == run.run_id], look, (i - (len(runs) - 1) / 2) * 0.66 / len(runs))
         figure.update_layout(xaxis={"title": None}, yaxis2={"title": {"text": "bucket"}, "dtick": 1, "tickformat": "d"})
         caption += " Below: in which buckets, a larger dot for more."
     if level == "flat":
@@ -102,14 +111,10 @@ def _level_plot(runs: Sequence[RunAnalysis], level: str, lengths: pd.DataFrame) 
     return Plot("run_lengths" if level == "flat" else f"run_lengths_{level}", title, caption, figure)
 
 
-def _draw_counts(figure: go.Figure, counts: pd.Series, look: Style, name: str, *, bars: bool) -> None:
-    x, y = whole(counts.index.to_numpy()), whole(counts.to_numpy())
-    hover = f"length %{{x}}: %{{y:,}}<extra>{label(name)}</extra>"
-    common = {"x": x, "y": y, "name": look.name, "legendgroup": look.group, "showlegend": look.show, "hovertemplate": hover}
-    if bars:
-        figure.add_bar(**common, marker={"color": look.colour})
-    else:
-        figure.add_scatter(**common, mode="lines+markers", line={"color": look.colour, "width": 1}, marker={"size": 4})
+def _draw_bars(figure: go.Figure, lines: Sequence[Line]) -> None:
+    for line in lines:
+        common = {"name": line.look.name, "legendgroup": line.look.group, "marker": {"color": line.look.colour}}
+        figure.add_bar(x=line.x, y=whole(line.y), hovertemplate="length %{x}: %{y:,}", **common)
 
 
 def _draw_buckets(figure: go.Figure, part: pd.DataFrame, look: Style, shift: float) -> None:
@@ -118,7 +123,7 @@ def _draw_buckets(figure: go.Figure, part: pd.DataFrame, look: Style, shift: flo
         x=whole(part["run_length"].to_numpy()),
         y=small(bucket + shift),
         mode="markers",
-        marker={"color": look.colour, "size": small(4 + 3 * np.log2(1 + count) ** 0.8), "opacity": 0.8, "line": {"width": 0}},
+        marker={"color": look.colour, "size": small(4 + 1.2 * np.log2(1 + count)), "opacity": 0.8, "line": {"width": 0}},
         customdata=np.stack([bucket, count], axis=1).astype(np.int32),
         hovertemplate=f"bucket %{{customdata[0]}}, length %{{x}}: %{{customdata[1]:,}}<extra>{look.name}</extra>",
         legendgroup=look.group,
@@ -139,9 +144,8 @@ def _draw_bounds(figure: go.Figure, runs: Sequence[RunAnalysis]) -> str:
         rule(figure, bound + 0.5, f"R* = {bound}", "dash", 1.0)
     if typical > bounds[-1]:
         rule(figure, typical, "shuffling", "dot", 0.93)
-    return (
-        " Dashed: R*, the shortest that the longest run of an epoch can be. Dotted: what shuffling at random gives for it (median)."
-    )
+    return " Dashed: R*, the shortest that the longest run of an epoch can be. Dotted: what shuffling at random gives for it "
+        "(median)."
 
 
 def share_plots(runs: Sequence[RunAnalysis], histories: Mapping[str, History], ranges: Mapping[int, str]) -> list[Plot]:
@@ -161,7 +165,7 @@ def share_plots(runs: Sequence[RunAnalysis], histories: Mapping[str, History], r
             style = {"mode": "lines", "line": {"width": 0.5, "color": shade}, "fillcolor": shade, "stackgroup": "one"}
             figure.add_scatter(x=small(history.steps), y=small(shares[:, bucket]), name=name, hovertemplate=hover, **style)
         lay_out(figure, "optimizer step", "share of the batches", height=300)
-        figure.update_layout(yaxis={"range": [0, 1], "tickformat": ".0%"})
+        figure.update_layout(yaxis={"range": [0, 1], "tickformat": ".0%"}, legend={"traceorder": "normal"})
         width = history.steps[1] - history.steps[0]
         caption = f"Batches of each bucket (lengths in tokens) among those of {width:.0f} steps; level borders: an even mix."
         plots.append(Plot(f"shares_{number}", f"Bucket shares over time: {run.name}", caption, figure))
@@ -173,18 +177,25 @@ def position_plots(runs: Sequence[RunAnalysis], positions: pd.DataFrame) -> list
     plots = []
     for number, level in enumerate(dict.fromkeys(positions["level"])):
         figure = go.Figure()
+        of_level = positions[(positions["level"] == level) & positions["grad_norm_mean"].notna()].sort_values("position")
         for run, look in zip(runs, styles(runs), strict=True):
-            part = positions[(positions["level"] == level) & (positions["run_id"] == run.run_id)].sort_values("position")
-            mean = part["grad_norm_mean"].to_numpy(dtype=float)
-            if np.isfinite(mean).any():
-                low, high = (part[f"grad_norm_{end}"].to_numpy(dtype=float) for end in ("low", "high"))
-                spread = {"type": "data", "array": small(high - mean), "arrayminus": small(mean - low), "thickness": 1}
-                style = {"line": {"color": look.colour, "width": 2}, "legendgroup": look.group, "showlegend": look.show}
-                x = whole(part["position"].to_numpy())
-                figure.add_scatter(x=x, y=small(mean), error_y=spread, mode="lines+markers", name=look.name, **style)
+            part = of_level[of_level["run_id"] == run.run_id]
+            if len(part):
+                line = Line(look, run.name, whole(part["position"].to_numpy()), part["grad_norm_mean"].to_numpy(dtype=float))
+                _draw_positions(figure, line, part, bars=len(runs) <= MAX_RAW_SERIES)
         if figure.data:
             lay_out(figure, f"position in a bucket run ({level})", "gradient norm, mean")
             figure.update_xaxes(tickformat="d")
-            caption = "A line that rises: the gradient grows while batches of one bucket follow each other. Bars: 95 % intervals."
+            caption = "A line that rises: the gradient grows while batches of one bucket follow each other."
+            caption += " Bars: 95 % intervals." if len(runs) <= MAX_RAW_SERIES else ""
             plots.append(Plot(f"positions_{number}", f"Gradient norm inside a bucket run: {level}", caption, figure))
     return plots
+
+
+def _draw_positions(figure: go.Figure, line: Line, part: pd.DataFrame, *, bars: bool) -> None:
+    spread = {}
+    if bars:
+        low, high = (part[f"grad_norm_{end}"].to_numpy(dtype=float) for end in ("low", "high"))
+        ends = {"array": small(np.append(high - line.y, np.nan)), "arrayminus": small(np.append(line.y - low, np.nan))}
+        spread = {"error_y": {"type": "data", **ends, "thickness": 1}}
+    draw_lines(figure, [line], "position %{x}: %{y:.4g}", mode="lines+markers", line={"width": 2}, **spread)

@@ -11,9 +11,11 @@ import plotly.graph_objects as go
 from dflash_core.analysis.history import History
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.plots.figure import Plot, colour, label, lay_out, small, thin, whole
+from dflash_core.analysis.series import FloatArray
 
 MAX_QUEUE_PLOTS = 6
 MAX_DISPATCH_PLOTS = 6
+MAX_AHEAD_IN_TURN = 2.0
 
 
 def wait_plot(runs: Sequence[RunAnalysis], waits: pd.DataFrame) -> Plot | None:
@@ -34,7 +36,9 @@ def loss_parts_plot(runs: Sequence[RunAnalysis], parts: pd.DataFrame) -> Plot | 
         return None
     figure = _bars_by_run(runs, shares, list(dict.fromkeys(parts["part"])), "share of the loss variance", _intervals(parts))
     figure.update_xaxes(tickformat=".0%")
-    caption = "The variance of the loss by cause; a large part from the mix of buckets means that the fluff is not training noise."
+    caption = (
+        "The variance of the loss by cause; a large part from the mix of buckets means that the fluff is not training noise."
+    )
     return Plot("loss_parts", "What the loss scatter is made of", caption, figure)
 
 
@@ -75,7 +79,12 @@ def _bars_by_run(
             hovertemplate="%{y}: %{x:.1%}%{customdata}<extra>" + label(part) + "</extra>",
         )
     lay_out(figure, axis, "", height=110 + 34 * len(shown) if len(shown) <= 12 else 150 + 20 * len(shown))
-    figure.update_layout(barmode="stack", bargap=0.3, yaxis={"autorange": "reversed", "title": None, "type": "category"})
+    figure.update_layout(
+        barmode="stack",
+        bargap=0.3,
+        legend={"traceorder": "normal"},
+        yaxis={"autorange": "reversed", "title": None, "type": "category"},
+    )
     return figure
 
 
@@ -97,23 +106,34 @@ def queue_plots(runs: Sequence[RunAnalysis]) -> list[Plot]:
     return plots
 
 
+def batches_ahead(history: History) -> FloatArray:
+    """Batches that each target had served by the end of a stretch, minus an equal share, [stretches, targets]."""
+    total = history.target_counts.cumsum(axis=0)
+    return np.asarray(total - total.mean(axis=1, keepdims=True)) if total.shape[1] else np.zeros(total.shape)
+
+
+def unequal(ahead: FloatArray) -> bool:
+    """Whether targets were ever further apart than taking turns, and which batches are still under way, explain."""
+    return bool(ahead.shape[1] > 1 and np.abs(ahead).max() > MAX_AHEAD_IN_TURN)
+
+
 def dispatch_plots(runs: Sequence[RunAnalysis], histories: Mapping[str, History]) -> list[Plot]:
-    """Batches per target against an equal share, one plot per run, of the first few runs with several targets."""
+    """Batches per target against an equal share, one plot per run, of the first few runs whose targets got unequal numbers."""
     known = [(run, histories[run.run_id]) for run in runs if run.run_id in histories]
-    found = [(run, history) for run, history in known if len(history.target_names) > 1][:MAX_DISPATCH_PLOTS]
+    drawn = [(run, history, batches_ahead(history)) for run, history in known]
     plots = []
-    for number, (run, history) in enumerate(found):
-        total = history.target_counts.cumsum(axis=0)
-        ahead = total - total.mean(axis=1, keepdims=True)
+    for number, (run, history, ahead) in enumerate([one for one in drawn if unequal(one[2])][:MAX_DISPATCH_PLOTS]):
+        total = history.target_counts.sum(axis=0)
         figure = go.Figure()
         for target, name in enumerate(history.target_names):
             hover = f"step %{{x:.0f}}: %{{y:+.0f}} batches<extra>{name}</extra>"
             line = {"color": colour(target), "width": 2}
-            figure.add_scatter(x=small(history.steps), y=small(ahead[:, target]), name=name, line=line, hovertemplate=hover, mode="lines")
+            figure.add_scatter(
+                x=small(history.steps), y=small(ahead[:, target]), name=name, line=line, hovertemplate=hover, mode="lines"
+            )
         lay_out(figure, "optimizer step", "batches above an equal share", height=280)
-        reach = max(float(np.abs(ahead).max()) * 1.1, 0.02 * float(total[-1].mean()), 1.0)
-        figure.update_layout(yaxis={"range": [-reach, reach]})
-        given = ", ".join(f"{int(count):,}" for count in total[-1])
-        caption = f"Trained batches that each target served, minus an equal share; in all {given}. Lines that drift apart: unequal dispatch."
+        given = ", ".join(f"{int(count):,}" for count in total)
+        caption = f"Trained batches that each target served, minus an equal share; in all {given}. Lines that drift apart: "
+        caption += "unequal dispatch."
         plots.append(Plot(f"dispatch_{number}", f"Batches per target: {run.name}", caption, figure))
     return plots

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from dflash_core.analysis.one_run import RunAnalysis
-from dflash_core.analysis.plots.figure import Plot, band, label, lay_out, small, styles, whole
-from dflash_core.analysis.run_tables import evals
+from dflash_core.analysis.plots.figure import Line, Plot, Style, band, draw_lines, lay_out, styles, whole
 
 BY_SLOT = {
     "prefix_survival": (
@@ -23,25 +24,20 @@ BY_SLOT = {
     ),
 }
 MAX_BANDS = 4
+EVAL_COLUMNS = ["kind", "source", "step", "position", "metric", "value"]
 
 
 def acceptance_plots(runs: Sequence[RunAnalysis]) -> list[Plot]:
     """Acceptance by slot, from the last evaluation of each run; none where no run was evaluated."""
-    plots = []
+    plots, look, rows = [], styles(runs), eval_rows(runs, tuple(BY_SLOT))
     for metric, (title, caption) in BY_SLOT.items():
         figure = go.Figure()
-        for run, look in zip(runs, styles(runs), strict=True):
-            for kind, dash in (("trained", "solid"), ("untrained", "dot")):
-                rows = evals(run.evals, kind, metric)
-                rows = rows[(rows["source"] == "all") & rows["position"].notna()]
-                rows = rows[rows["step"] == rows["step"].max()] if rows["step"].notna().any() else rows
-                if len(rows):
-                    name = look.name + ("" if kind == "trained" else ", untrained")
-                    line = {"color": look.colour, "width": 2, "dash": dash}
-                    x, y = whole(rows["position"].to_numpy()), small(rows["value"].to_numpy(dtype=float))
-                    hover = f"slot %{{x}}: %{{y:.1%}}<extra>{label(run.name)}</extra>"
-                    style = {"mode": "lines+markers", "legendgroup": f"{look.group} {kind}", "showlegend": look.show}
-                    figure.add_scatter(x=x, y=y, name=name, line=line, hovertemplate=hover, **style)
+        for kind, dash in (("trained", "solid"), ("untrained", "dot")):
+            of_kind = rows[(rows["kind"] == kind) & (rows["metric"] == metric) & rows["position"].notna()]
+            newest = of_kind.groupby("run")["step"].transform("max")
+            lines = lines_by_run(runs, look, of_kind[(of_kind["step"] == newest) | newest.isna()], "position")
+            style = {"mode": "lines+markers", "line": {"width": 2 if len(runs) <= MAX_BANDS else 1, "dash": dash}}
+            draw_lines(figure, lines, "slot %{x}: %{y:.1%}", suffix="" if kind == "trained" else ", untrained", **style)
         if figure.data:
             lay_out(figure, "slot of the block", "share")
             figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
@@ -50,28 +46,52 @@ def acceptance_plots(runs: Sequence[RunAnalysis]) -> list[Plot]:
     return plots
 
 
+def eval_rows(runs: Sequence[RunAnalysis], metrics: tuple[str, ...]) -> pd.DataFrame:
+    """Rows of the streams `evals` over all sources, of these metrics, of all runs at once; `run` is the number of the run.
+
+    They are sorted by step and position; of one that was made again, the last is kept.
+    """
+    parts = []
+    for number, run in enumerate(runs):
+        table = run.evals
+        chosen = pc.and_(pc.equal(table["source"], "all"), pc.is_in(table["metric"], value_set=pa.array(metrics)))
+        part = table.select(EVAL_COLUMNS).filter(chosen)
+        parts.append(part.append_column("run", pa.array(np.full(len(part), number))))
+    frame: pd.DataFrame = pa.concat_tables(parts).to_pandas()
+    frame = frame.drop_duplicates(["run", "kind", "metric", "step", "position"], keep="last")
+    return frame.sort_values(["run", "step", "position"], kind="stable")
+
+
+def lines_by_run(runs: Sequence[RunAnalysis], look: Sequence[Style], rows: pd.DataFrame, column: str) -> list[Line]:
+    """A line of `value` over `column` for each run that has rows (of `eval_rows`)."""
+    parts = dict(iter(rows.groupby("run")))
+    columns = {number: (part[column].to_numpy(), part["value"].to_numpy(dtype=float)) for number, part in parts.items()}
+    return [Line(look[number], runs[number].name, whole(x), y) for number, (x, y) in columns.items()]
+
+
 def progress_plots(runs: Sequence[RunAnalysis], progress: pd.DataFrame) -> list[Plot]:
     """Loss and acceptance length at equal anchors seen (table `progress`); none where it has no rows."""
     loss, length = go.Figure(), go.Figure()
+    lines: dict[str, list[Line]] = {"loss": [], "expected_acceptance_length": [], "acceptance_length": []}
+    parts = dict(iter(progress.sort_values(["run_id", "num_anchors_seen"]).groupby("run_id")))
     for run, look in zip(runs, styles(runs), strict=True):
-        part = progress[progress["run_id"] == run.run_id].sort_values("num_anchors_seen")
+        if run.run_id not in parts:
+            continue
+        part = parts[run.run_id]
         x = part["num_anchors_seen"].to_numpy(dtype=float)
-        columns = {name: part[name].to_numpy(dtype=float) for name in part.columns if name != "run_id"}
-        line = {"line": {"color": look.colour, "width": 2}, "legendgroup": look.group, "name": look.name, "showlegend": look.show}
-        hover = f"%{{x:,.0f}} anchors: %{{y:.4g}}<extra>{label(run.name)}</extra>"
-        if np.isfinite(columns["loss"]).any():
-            if len(runs) <= MAX_BANDS and np.isfinite(columns["loss_low"]).any():
-                loss.add_scatter(**band(x, columns["loss_low"], columns["loss_high"], look.colour, look.group))
-            loss.add_scatter(x=x, y=small(columns["loss"]), mode="lines", hovertemplate=hover, **line)
-        if np.isfinite(columns["expected_acceptance_length"]).any():
-            y = small(columns["expected_acceptance_length"])
-            length.add_scatter(x=x, y=y, mode="lines", hovertemplate=hover, **line)
-        measured = columns["acceptance_length"]
-        known = np.isfinite(measured)
-        if known.any():
-            marker = {"color": look.colour, "size": 8, "symbol": "diamond"}
-            style = {"mode": "markers", "marker": marker, "legendgroup": look.group, "showlegend": False}
-            length.add_scatter(x=x[known], y=small(measured[known]), hovertemplate=hover, **style)
+        low, high = (part[f"loss_{end}"].to_numpy(dtype=float) for end in ("low", "high"))
+        if len(runs) <= MAX_BANDS and np.isfinite(low).any():
+            loss.add_scatter(**band(x, low, high, look.colour, look.group))
+        for column, found in lines.items():
+            y = part[column].to_numpy(dtype=float)
+            known = np.isfinite(y)
+            if known.any():
+                found.append(Line(look, run.name, x[known], y[known]))
+    hover = "%{x:,.0f} anchors: %{y:.4g}"
+    draw_lines(loss, lines["loss"], hover, mode="lines", line={"width": 2})
+    draw_lines(length, lines["expected_acceptance_length"], hover, mode="lines", line={"width": 2})
+    measured = {"mode": "markers", "marker": {"size": 8, "symbol": "diamond"}, "suffix": ", measured"}
+    draw_lines(length, lines["acceptance_length"], hover, **measured)
     told = (
         (loss, "progress_loss", "Loss at equal anchors seen", "loss, nats", "The lower curve learns more from as much data."),
         (

@@ -9,7 +9,21 @@ import plotly.graph_objects as go
 
 from dflash_core.analysis.history import History
 from dflash_core.analysis.one_run import RunAnalysis
-from dflash_core.analysis.plots.figure import MAX_RAW_SERIES, NEUTRAL, Plot, Style, label, lay_out, points_per_trace, small, styles, thin, whole
+from dflash_core.analysis.plots.figure import (
+    MAX_RAW_SERIES,
+    NEUTRAL,
+    Line,
+    Plot,
+    Style,
+    draw_lines,
+    lay_out,
+    median_at,
+    points_per_trace,
+    small,
+    styles,
+    thin,
+    whole,
+)
 from dflash_core.analysis.plots.marks import (
     GRADIENT_KINDS,
     LOSS_KINDS,
@@ -19,9 +33,9 @@ from dflash_core.analysis.plots.marks import (
     moments,
     moments_sentence,
 )
+from dflash_core.analysis.plots.quality import eval_rows, lines_by_run
 from dflash_core.analysis.reader import numbers
-from dflash_core.analysis.run_tables import evals
-from dflash_core.analysis.series import FloatArray, running_median, spikes
+from dflash_core.analysis.series import spikes
 from dflash_core.config import AnalyzeConfig
 
 Histories = Mapping[str, History]
@@ -37,6 +51,7 @@ def loss_plot(runs: Sequence[RunAnalysis], histories: Histories, config: Analyze
     marks = moments(runs, histories)
     draw_moments(figure, marks)
     lay_out(figure, "optimizer step", "loss, nats")
+    _whole_training(figure, runs)
     caption = f"{_how(runs, width)} The scatter around the median is the fluff."
     if adjusted:
         caption += " Dashed: the loss without what the mix of buckets explains; where it is calm, the mix made the fluff."
@@ -48,7 +63,7 @@ def loss_plot(runs: Sequence[RunAnalysis], histories: Histories, config: Analyze
         usual, highest = float(np.quantile(losses, USUAL_QUANTILE)) * 1.15, float(losses.max())
         if highest > 1.5 * usual:
             figure.update_layout(yaxis={"range": [0, usual]})
-            caption += f" The highest of the steps reach {highest:.3g} and leave the plot."
+            caption += f" The highest steps reach {highest:.3g} and leave the plot."
     return Plot("loss", "Loss", caption, figure, wide=True)
 
 
@@ -58,6 +73,7 @@ def grad_norm_plot(runs: Sequence[RunAnalysis], histories: Histories, config: An
     found = _draw_spikes(figure, runs, style, config.spike_mad)
     marked = draw_findings(figure, runs, style, "grad_norm", GRADIENT_KINDS)
     lay_out(figure, "optimizer step", "gradient norm (log)", log_y=True)
+    _whole_training(figure, runs)
     marks = moments(runs, histories)
     draw_moments(figure, marks)
     caption = f"Norm before clipping. {_how(runs, width)}"
@@ -76,30 +92,33 @@ def acceptance_over_training_plot(runs: Sequence[RunAnalysis], histories: Histor
     """The estimate from the training's own accuracies, and what was measured by decoding while it went on."""
     figure, style = go.Figure(), styles(runs)
     known = [bool(np.isfinite(numbers(run.curves, "expected_acceptance_length")).any()) for run in runs]
-    measured = [_measured(run) for run in runs]
-    if not any(known) and not any(len(steps) for steps, _ in measured):
+    rows = eval_rows(runs, ("acceptance_length",))
+    measured = rows[(rows["kind"] == "training") & rows["position"].isna()]
+    if not any(known) and not len(measured):
         return None
     if any(known):
         _draw_series(figure, runs, style, "expected_acceptance_length", config.smoothing_steps, raw=False)
-    for look, (steps, values) in zip(style, measured, strict=True):
-        if len(steps):
-            marker = {"color": look.colour, "size": 8, "symbol": "diamond", "line": {"width": 1, "color": NEUTRAL}}
-            name = f"{look.name}, measured"
-            shape = {"mode": "lines+markers", "line": {"color": look.colour, "width": 1, "dash": "dot"}}
-            figure.add_scatter(x=whole(steps), y=small(values), name=name, marker=marker, showlegend=look.show, **shape)
+    lines = lines_by_run(runs, style, measured, "step")
+    marker = {"size": 8, "symbol": "diamond", "line": {"width": 1, "color": NEUTRAL}}
+    shape = {"mode": "lines+markers", "line": {"width": 1, "dash": "dot"}, "marker": marker}
+    draw_lines(figure, lines, "step %{x}: %{y:.4g}", suffix=", measured", **shape)
     lay_out(figure, "optimizer step", "tokens per target forward")
+    _whole_training(figure, runs)
     marks = moments(runs, histories)
     draw_moments(figure, marks)
-    caption = f"Line: expected from the accuracy of the training blocks, running median over {config.smoothing_steps} steps, +1 included."
-    if any(len(steps) for steps, _ in measured):
+    how = f"running median over {config.smoothing_steps} steps, +1 included"
+    caption = f"Line: expected from the accuracy of the training blocks, {how}."
+    if lines:
         caption += " Diamonds: measured by decoding."
-    return Plot("acceptance_over_training", "Acceptance length over training", caption + moments_sentence(marks), figure, wide=True)
+    return Plot(
+        "acceptance_over_training", "Acceptance length over training", caption + moments_sentence(marks), figure, wide=True
+    )
 
 
-def _measured(run: RunAnalysis) -> tuple[FloatArray, FloatArray]:
-    rows = evals(run.evals, "training", "acceptance_length")
-    rows = rows[(rows["source"] == "all") & rows["position"].isna()]
-    return rows["step"].to_numpy(dtype=float), rows["value"].to_numpy(dtype=float)
+def _whole_training(figure: go.Figure, runs: Sequence[RunAnalysis]) -> None:
+    """The axis from the first step to the end of the last one: marks at the ends would otherwise add empty room."""
+    steps = np.concatenate([numbers(run.curves, "step") for run in runs])
+    figure.update_layout(xaxis={"range": [float(steps.min()), float(steps.max()) + 1]})
 
 
 def _how(runs: Sequence[RunAnalysis], width: int) -> str:
@@ -110,7 +129,7 @@ def _how(runs: Sequence[RunAnalysis], width: int) -> str:
 def _draw_series(
     figure: go.Figure, runs: Sequence[RunAnalysis], style: Sequence[Style], column: str, width: int, *, raw: bool = True
 ) -> None:
-    most = points_per_trace(len(runs))
+    most, lines = points_per_trace(len(runs)), []
     for run, look in zip(runs, style, strict=True):
         x, y = numbers(run.curves, "step"), numbers(run.curves, column)
         y = np.where(np.isfinite(y), y, np.nan)
@@ -118,16 +137,10 @@ def _draw_series(
             thin_x, thin_y = thin(x, y, most)
             faint = {"line": {"color": look.colour, "width": 1}, "opacity": 0.35, "hoverinfo": "skip", "showlegend": False}
             figure.add_scatter(x=whole(thin_x), y=small(thin_y), mode="lines", legendgroup=look.group, **faint)
-        thick = 2.5 if len(runs) <= MAX_RAW_SERIES else 1.5
         stride = -(-len(x) // most)
-        line = {"legendgroup": look.group, "line": {"color": look.colour, "width": thick}, "showlegend": look.show}
-        hover = f"step %{{x}}: %{{y:.4g}}<extra>{label(run.name)}</extra>"
-        median = running_median(y, width)[::stride]
-        figure.add_scatter(x=whole(x[::stride]), y=small(median), mode="lines", name=look.name, hovertemplate=hover, **line)
-
-
-
-
+        lines.append(Line(look, run.name, whole(x[::stride]), median_at(y, width, stride)))
+    thick = 2.5 if len(runs) <= MAX_RAW_SERIES else 1.5
+    draw_lines(figure, lines, "step %{x}: %{y:.4g}", mode="lines", line={"width": thick})
 
 
 def _draw_adjusted(figure: go.Figure, runs: Sequence[RunAnalysis], style: Sequence[Style], width: int) -> bool:
@@ -140,7 +153,9 @@ def _draw_adjusted(figure: go.Figure, runs: Sequence[RunAnalysis], style: Sequen
         if np.isfinite(adjusted).any() and not np.array_equal(loss, adjusted, equal_nan=True):
             x, y = thin(numbers(run.curves, "step"), adjusted, points_per_trace(len(runs)))
             line = {"color": look.colour, "width": 1.5, "dash": "dash"}
-            figure.add_scatter(x=whole(x), y=small(y), mode="lines", name=f"{look.name}, adjusted for mix", line=line, hoverinfo="skip")
+            figure.add_scatter(
+                x=whole(x), y=small(y), mode="lines", name=f"{look.name}, adjusted for mix", line=line, hoverinfo="skip"
+            )
             found = True
     return found
 
