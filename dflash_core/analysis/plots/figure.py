@@ -3,7 +3,7 @@ legend takes, which depends on the width of the page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -15,6 +15,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.series import FloatArray
+
+IntArray = np.ndarray[Any, np.dtype[np.int32]]
 
 PALETTE = ("#2f7fd8", "#e2711d", "#2a9d6f", "#c2529b", "#8a6fd1", "#a98600", "#d1495b", "#4a99a8")
 # From short to long, for what has an order: readable on white and on black.
@@ -28,7 +30,7 @@ MAX_PLOT_POINTS = 24_000
 MAX_NAMED_RUNS = 8
 # The single steps of more runs than these would hide each other.
 MAX_RAW_SERIES = 4
-MAX_NAME_LENGTH = 32
+MAX_NAME_LENGTH = 24
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,11 @@ class Line:
 
     look: Style
     run_name: str
-    x: FloatArray
+    x: FloatArray | IntArray
     y: FloatArray
 
 
-def draw_lines(figure: go.Figure, lines: Sequence[Line], hover: str, *, suffix: str = "", **trace: Any) -> None:
+def draw_lines(figure: go.Figure, lines: Sequence[Line], hover: str, suffix: str = "", **trace: Any) -> None:
     """Draw lines; those of runs that share a look become one trace with gaps, as many traces make a browser slow.
 
     Args:
@@ -157,26 +159,68 @@ def small(values: FloatArray) -> FloatArray:
     return np.where(np.isfinite(values), values, np.float32("nan"))
 
 
-def whole(values: FloatArray) -> np.ndarray[Any, np.dtype[np.int32]]:
+def whole(values: FloatArray) -> IntArray:
     """Steps, positions and counts as they stand in the page."""
     return np.asarray(values, dtype=np.int32)
 
 
-def lay_out(figure: go.Figure, x: str, y: str, *, log_y: bool = False, height: int = 340) -> go.Figure:
+def lay_out(
+    figure: go.Figure,
+    x: str,
+    y: str,
+    *,
+    log_y: bool = False,
+    height: int = 340,
+    xaxis: Mapping[str, Any] | None = None,
+    yaxis: Mapping[str, Any] | None = None,
+    legend: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> go.Figure:
+    """Titles and looks that all plots share; `xaxis`, `yaxis` and `legend` complete these, `more` the layout."""
+    # One call: each costs milliseconds, and a report has dozens of plots.
+    ticks = log_ticks([trace.y for trace in figure.data]) if log_y else []
+    scale = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks]} if log_y else {}
+    common = {"zeroline": False, "automargin": True}
     figure.update_layout(
         template="none",
         height=height,
         margin={"l": 52, "r": 12, "t": 10, "b": 46},
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0, "tracegroupgap": 0},
+        legend={
+            "orientation": "h",
+            "yanchor": "bottom",
+            "y": 1.02,
+            "xanchor": "left",
+            "x": 0,
+            "tracegroupgap": 0,
+            **(legend or {}),
+        },
         hovermode="closest",
         font={"size": 12},
+        xaxis={"title": {"text": x, "standoff": 8}, **common, **(xaxis or {})},
+        yaxis={"title": {"text": y, "standoff": 8}, **common, **scale, **(yaxis or {})},
+        **more,
     )
-    figure.update_xaxes(title={"text": x, "standoff": 8}, zeroline=False, automargin=True)
-    figure.update_yaxes(title={"text": y, "standoff": 8}, zeroline=False, automargin=True)
-    if log_y:
-        ticks = log_ticks([trace.y for trace in figure.data])
-        figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
     return figure
+
+
+def vertical_line(x: float, dash: str = "dash", width: float = 1) -> dict[str, Any]:
+    """A vertical line over the whole height, a shape of the layout."""
+    return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "xref": "x", "yref": "paper", "line": _neutral(dash, width)}
+
+
+def horizontal_line(y: float) -> dict[str, Any]:
+    """A horizontal line over the whole width, a shape of the layout."""
+    return {"type": "line", "x0": 0, "x1": 1, "y0": y, "y1": y, "xref": "paper", "yref": "y", "line": _neutral("dash", 1)}
+
+
+def _neutral(dash: str, width: float) -> dict[str, Any]:
+    return {"dash": dash, "width": width, "color": NEUTRAL}
+
+
+def line_name(x: float, text: str, height: float) -> dict[str, Any]:
+    """A text beside a vertical line, an annotation of the layout."""
+    place = {"xref": "x", "yref": "paper", "yanchor": "top", "xanchor": "left", "showarrow": False}
+    return {"x": x, "y": height, "text": f" {escape(text)}", **place}
 
 
 def log_ticks(series: Sequence[FloatArray]) -> list[float]:
@@ -188,13 +232,6 @@ def log_ticks(series: Sequence[FloatArray]) -> list[float]:
     low, high = int(np.floor(np.log10(values.min()))), int(np.ceil(np.log10(values.max())))
     steps = (1.0, 2.0, 5.0) if high - low < 3 else (1.0,)
     return [step * 10.0**power for power in range(low, high + 1) for step in steps]
-
-
-def rule(figure: go.Figure, x: float, text: str, dash: str, height: float) -> None:
-    """A vertical line with its name beside the top."""
-    figure.add_vline(x=x, line={"dash": dash, "width": 1.5, "color": NEUTRAL})
-    name = {"xref": "x", "yref": "paper", "yanchor": "top", "xanchor": "left", "showarrow": False}
-    figure.add_annotation(x=x, y=height, text=f" {escape(text)}", **name)
 
 
 def band(x: FloatArray, low: FloatArray, high: FloatArray, shade: str, group: str, *, show: bool | str = True) -> dict[str, Any]:

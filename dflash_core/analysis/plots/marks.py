@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from dflash_core.analysis.findings.finding import KINDS
+from dflash_core.analysis.findings.finding import KINDS, Finding
 from dflash_core.analysis.history import History
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.plots.figure import MAX_RAW_SERIES, NEUTRAL, Style, label, small, whole
@@ -99,8 +99,7 @@ def draw_findings(
         for finding in run.findings:
             chosen = np.isin(step, np.array(finding.at_steps, dtype=np.float64)) & np.isfinite(value)
             if finding.kind in kinds and chosen.any():
-                name = finding.kind.replace("_", " ")
-                _draw_points(figure, step[chosen], value[chosen], f"{name}: {look.name}", finding.title, look.colour)
+                _draw_points(figure, step[chosen], value[chosen], finding, look.colour)
     return len(figure.data) - before
 
 
@@ -110,7 +109,16 @@ def draw_spikes(figure: go.Figure, step: FloatArray, value: FloatArray, look: St
     figure.add_scatter(x=whole(step), y=small(value), mode="markers", name=name, marker=marker, hoverinfo="x+y+name")
 
 
-def _draw_points(figure: go.Figure, step: FloatArray, value: FloatArray, name: str, title: str, colour: str) -> None:
-    marker = {"symbol": "x", "size": 8, "color": colour, "line": {"width": 1, "color": NEUTRAL}}
-    text = f"step %{{x}}: %{{y:.4g}}<br>{label(title)}<extra></extra>"
-    figure.add_scatter(x=whole(step), y=small(value), mode="markers", name=name, marker=marker, hovertemplate=text)
+def _draw_points(figure: go.Figure, step: FloatArray, value: FloatArray, finding: Finding, colour: str) -> None:
+    """In the run's colour; the legend names a kind once."""
+    name = finding.kind.replace("_", " ")
+    figure.add_scatter(
+        x=whole(step),
+        y=small(value),
+        mode="markers",
+        name=name,
+        legendgroup=name,
+        showlegend=not any(trace.name == name for trace in figure.data),
+        marker={"symbol": "x", "size": 8, "color": colour, "line": {"width": 1, "color": NEUTRAL}},
+        hovertemplate=f"step %{{x}}: %{{y:.4g}}<extra>{label(finding.title)}</extra>",
+    )

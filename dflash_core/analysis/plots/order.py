@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,6 @@ from dflash_core.analysis.history import History
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.plots.figure import (
     MAX_RAW_SERIES,
-    NEUTRAL,
     Line,
     Plot,
     Style,
@@ -21,11 +21,11 @@ from dflash_core.analysis.plots.figure import (
     draw_lines,
     label,
     lay_out,
-    log_ticks,
+    line_name,
     ordered_colour,
-    rule,
     small,
     styles,
+    vertical_line,
     whole,
 )
 
@@ -51,10 +51,8 @@ def length_plot(bins: pd.DataFrame, histogram: pd.DataFrame) -> Plot:
         lower, upper = part["lower"].to_numpy(dtype=float), part["upper"].to_numpy(dtype=float)
         bars = {"x": (lower + upper) / 2, "width": upper - lower, "y": part["num_sequences"].to_numpy()}
         figure.add_bar(**bars, marker={"color": colour(number), "line": {"width": 0}}, name=label(source))
-    lay_out(figure, "sequence length, tokens", "sequences")
-    figure.update_layout(barmode="stack")
-    for edge in histogram["upper"].to_numpy(dtype=float)[:-1]:
-        figure.add_vline(x=edge, line={"dash": "dash", "width": 1, "color": NEUTRAL})
+    borders = [vertical_line(float(edge)) for edge in histogram["upper"].to_numpy(dtype=float)[:-1]]
+    lay_out(figure, "sequence length, tokens", "sequences", barmode="stack", shapes=borders)
     caption = (
         "Sequences of the dataset by length and source. Dashed: boundaries between the buckets; lengths up to a boundary lie "
         "left of it."
@@ -94,21 +92,24 @@ def _level_plot(runs: Sequence[RunAnalysis], level: str, lengths: pd.DataFrame) 
         _draw_bars(figure, lines)
     else:
         draw_lines(figure, lines, "length %{x}: %{y:,}", mode="lines+markers", line={"width": 1}, marker={"size": 4})
-    counted = [np.asarray(trace.y, dtype=float) for trace in figure.data]
-    lay_out(figure, f"length of a bucket run, {unit}", "bucket runs (log)", height=480 if by_bucket else 340)
-    ticks = log_ticks(counted)
-    figure.update_layout(yaxis={"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks]}, bargap=0.15)
     longest = int(lengths["run_length"].max())
-    figure.update_xaxes(tickformat="d", dtick=1 if longest <= 10 else None, range=[0.4, longest + 0.8])
+    shapes, names, sentence, reach = _bounds(runs) if level == "flat" else ([], [], "", 0.0)
+    furthest = max(reach, longest) + 0.8
+    axis = {"tickformat": "d", "dtick": 1 if furthest <= 10.8 else None, "range": [0.4, furthest]}
+    what_x, height = f"length of a bucket run, {unit}", 480 if by_bucket else 340
+    lay_out(
+        figure, what_x, "bucket runs (log)", log_y=True, height=height, xaxis=axis, bargap=0.15, shapes=shapes, annotations=names
+    )
     caption = f"A bucket run: {what}. Above: how many there are of each length." if by_bucket else f"A bucket run: {what}."
     if by_bucket:
         for i, (run, look) in enumerate(zip(runs, style, strict=True)):
             _draw_buckets(figure, lengths[lengths["run_id"] == run.run_id], look, (i - (len(runs) - 1) / 2) * 0.66 / len(runs))
-        figure.update_layout(xaxis={"title": None}, yaxis2={"title": {"text": "bucket"}, "dtick": 1, "tickformat": "d"})
+        below = {"title": {"text": what_x, "standoff": 8}, "zeroline": False, "automargin": True, **axis}
+        buckets = {"title": {"text": "bucket"}, "dtick": 1, "tickformat": "d", "zeroline": False, "automargin": True}
+        figure.update_layout(xaxis={"title": {"text": ""}}, xaxis2=below, yaxis2=buckets)
         caption += " Below: in which buckets, a larger dot for more."
-    if level == "flat":
-        caption += _draw_bounds(figure, runs)
-    return Plot("run_lengths" if level == "flat" else f"run_lengths_{level}", title, caption, figure)
+    key = "run_lengths" if level == "flat" else f"run_lengths_{level}"
+    return Plot(key, title, caption + sentence, figure)
 
 
 def _draw_bars(figure: go.Figure, lines: Sequence[Line]) -> None:
@@ -133,19 +134,19 @@ def _draw_buckets(figure: go.Figure, part: pd.DataFrame, look: Style, shift: flo
     )
 
 
-def _draw_bounds(figure: go.Figure, runs: Sequence[RunAnalysis]) -> str:
-    """Lines for R* and for shuffling; returns the sentence that explains them."""
+def _bounds(runs: Sequence[RunAnalysis]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str, float]:
+    """Lines for R* and for shuffling, their names, the sentence that explains them, and how far they reach."""
     bounds = sorted({int(run.row["shortest_possible_longest_run"]) for run in runs})
     shuffled = sorted(float(run.row["shuffled_longest_run_median"]) for run in runs)
     typical = shuffled[len(shuffled) // 2]
-    furthest = max(bounds[-1] + 0.5, typical, figure.layout.xaxis.range[1])
-    figure.update_xaxes(range=[0.4, furthest + 0.8])
-    for bound in bounds[:MAX_RAW_SERIES]:
-        rule(figure, bound + 0.5, f"R* = {bound}", "dash", 1.0)
+    lines = [vertical_line(bound + 0.5, width=1.5) for bound in bounds[:MAX_RAW_SERIES]]
+    names = [line_name(bound + 0.5, f"R* = {bound}", 1.0) for bound in bounds[:MAX_RAW_SERIES]]
+    sentence = " Dashed: R*, the shortest that the longest run of an epoch can be."
     if typical > bounds[-1]:
-        rule(figure, typical, "shuffling", "dot", 0.93)
-    return " Dashed: R*, the shortest that the longest run of an epoch can be. Dotted: what shuffling at random gives for it "
-        "(median)."
+        lines.append(vertical_line(typical, "dot", 1.5))
+        names.append(line_name(typical, "shuffling", 0.93))
+        sentence += " Dotted: what shuffling at random gives for it (median)."
+    return lines, names, sentence, max(bounds[-1] + 0.5, typical)
 
 
 def share_plots(runs: Sequence[RunAnalysis], histories: Mapping[str, History], ranges: Mapping[int, str]) -> list[Plot]:
@@ -164,8 +165,9 @@ def share_plots(runs: Sequence[RunAnalysis], histories: Mapping[str, History], r
             hover = f"steps around %{{x:.0f}}: %{{y:.1%}}<extra>{name}</extra>"
             style = {"mode": "lines", "line": {"width": 0.5, "color": shade}, "fillcolor": shade, "stackgroup": "one"}
             figure.add_scatter(x=small(history.steps), y=small(shares[:, bucket]), name=name, hovertemplate=hover, **style)
-        lay_out(figure, "optimizer step", "share of the batches", height=300)
-        figure.update_layout(yaxis={"range": [0, 1], "tickformat": ".0%"}, legend={"traceorder": "normal"})
+        shares_axis = {"range": [0, 1], "tickformat": ".0%"}
+        in_order = {"traceorder": "normal"}
+        lay_out(figure, "optimizer step", "share of the batches", height=300, yaxis=shares_axis, legend=in_order)
         width = history.steps[1] - history.steps[0]
         caption = f"Batches of each bucket (lengths in tokens) among those of {width:.0f} steps; level borders: an even mix."
         plots.append(Plot(f"shares_{number}", f"Bucket shares over time: {run.name}", caption, figure))
@@ -184,8 +186,7 @@ def position_plots(runs: Sequence[RunAnalysis], positions: pd.DataFrame) -> list
                 line = Line(look, run.name, whole(part["position"].to_numpy()), part["grad_norm_mean"].to_numpy(dtype=float))
                 _draw_positions(figure, line, part, bars=len(runs) <= MAX_RAW_SERIES)
         if figure.data:
-            lay_out(figure, f"position in a bucket run ({level})", "gradient norm, mean")
-            figure.update_xaxes(tickformat="d")
+            lay_out(figure, f"position in a bucket run ({level})", "gradient norm, mean", xaxis={"tickformat": "d"})
             caption = "A line that rises: the gradient grows while batches of one bucket follow each other."
             caption += " Bars: 95 % intervals." if len(runs) <= MAX_RAW_SERIES else ""
             plots.append(Plot(f"positions_{number}", f"Gradient norm inside a bucket run: {level}", caption, figure))
@@ -198,4 +199,4 @@ def _draw_positions(figure: go.Figure, line: Line, part: pd.DataFrame, *, bars: 
         low, high = (part[f"grad_norm_{end}"].to_numpy(dtype=float) for end in ("low", "high"))
         ends = {"array": small(np.append(high - line.y, np.nan)), "arrayminus": small(np.append(line.y - low, np.nan))}
         spread = {"error_y": {"type": "data", **ends, "thickness": 1}}
-    draw_lines(figure, [line], "position %{x}: %{y:.4g}", mode="lines+markers", line={"width": 2}, **spread)
+    draw_lines(figure, [line], "position %{x}: %{y:.4g}", "", mode="lines+markers", line={"width": 2}, **spread)

@@ -24,7 +24,6 @@ def wait_plot(runs: Sequence[RunAnalysis], waits: pd.DataFrame) -> Plot | None:
     if not len(shares):
         return None
     figure = _bars_by_run(runs, shares, list(dict.fromkeys(waits["stage"])), "share of the time")
-    figure.update_xaxes(tickformat=".0%")
     caption = "Share of the run's time that each stage took or waited, mean over the cells; the longest part is what to shorten."
     return Plot("waits", "Where the time went", caption, figure)
 
@@ -35,7 +34,6 @@ def loss_parts_plot(runs: Sequence[RunAnalysis], parts: pd.DataFrame) -> Plot | 
     if not len(shares):
         return None
     figure = _bars_by_run(runs, shares, list(dict.fromkeys(parts["part"])), "share of the loss variance", _intervals(parts))
-    figure.update_xaxes(tickformat=".0%")
     caption = (
         "The variance of the loss by cause; a large part from the mix of buckets means that the fluff is not training noise."
     )
@@ -78,13 +76,11 @@ def _bars_by_run(
             customdata=hints,
             hovertemplate="%{y}: %{x:.1%}%{customdata}<extra>" + label(part) + "</extra>",
         )
-    lay_out(figure, axis, "", height=110 + 34 * len(shown) if len(shown) <= 12 else 150 + 20 * len(shown))
-    figure.update_layout(
-        barmode="stack",
-        bargap=0.3,
-        legend={"traceorder": "normal"},
-        yaxis={"autorange": "reversed", "title": None, "type": "category"},
-    )
+    height = 110 + 34 * len(shown) if len(shown) <= 12 else 150 + 20 * len(shown)
+    sideways = {"autorange": "reversed", "type": "category"}
+    share = {"tickformat": ".0%"}
+    in_order = {"traceorder": "normal"}
+    lay_out(figure, axis, "run", height=height, xaxis=share, yaxis=sideways, legend=in_order, barmode="stack", bargap=0.3)
     return figure
 
 
@@ -99,8 +95,7 @@ def queue_plots(runs: Sequence[RunAnalysis]) -> list[Plot]:
             x, y = thin(step, depths[:, target])
             style = {"line": {"color": colour(target), "width": 1.5, "shape": "hv"}, "name": f"target {target}"}
             figure.add_scatter(x=whole(x), y=small(y), mode="lines", showlegend=True, **style)
-        lay_out(figure, "optimizer step", "batches waiting", height=280)
-        figure.update_yaxes(range=[0, top * 1.08 + 0.2])
+        lay_out(figure, "optimizer step", "batches waiting", height=280, yaxis={"range": [0, top * 1.08 + 0.2]})
         caption = "Batches in the queue of each target. At zero: slow loading, or no byte budget left. At the cap: slow targets."
         plots.append(Plot(f"queue_{number}", f"Queue depths: {run.name}", caption, figure))
     return plots

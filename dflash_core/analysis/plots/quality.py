@@ -39,9 +39,8 @@ def acceptance_plots(runs: Sequence[RunAnalysis]) -> list[Plot]:
             style = {"mode": "lines+markers", "line": {"width": 2 if len(runs) <= MAX_BANDS else 1, "dash": dash}}
             draw_lines(figure, lines, "slot %{x}: %{y:.1%}", suffix="" if kind == "trained" else ", untrained", **style)
         if figure.data:
-            lay_out(figure, "slot of the block", "share")
-            figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
-            figure.update_xaxes(tickformat="d", dtick=1)
+            shares = {"range": [0, 1.03], "tickformat": ".0%"}
+            lay_out(figure, "slot of the block", "share", xaxis={"tickformat": "d", "dtick": 1}, yaxis=shares)
             plots.append(Plot(metric, title, caption + " Dotted: before training.", figure))
     return plots
 
@@ -65,8 +64,11 @@ def eval_rows(runs: Sequence[RunAnalysis], metrics: tuple[str, ...]) -> pd.DataF
 def lines_by_run(runs: Sequence[RunAnalysis], look: Sequence[Style], rows: pd.DataFrame, column: str) -> list[Line]:
     """A line of `value` over `column` for each run that has rows (of `eval_rows`)."""
     parts = dict(iter(rows.groupby("run")))
-    columns = {number: (part[column].to_numpy(), part["value"].to_numpy(dtype=float)) for number, part in parts.items()}
-    return [Line(look[number], runs[number].name, whole(x), y) for number, (x, y) in columns.items()]
+    found = [(number, parts[number]) for number in range(len(runs)) if number in parts]
+    return [
+        Line(look[number], runs[number].name, whole(part[column].to_numpy(dtype=float)), part["value"].to_numpy(dtype=float))
+        for number, part in found
+    ]
 
 
 def progress_plots(runs: Sequence[RunAnalysis], progress: pd.DataFrame) -> list[Plot]:
@@ -90,8 +92,8 @@ def progress_plots(runs: Sequence[RunAnalysis], progress: pd.DataFrame) -> list[
     hover = "%{x:,.0f} anchors: %{y:.4g}"
     draw_lines(loss, lines["loss"], hover, mode="lines", line={"width": 2})
     draw_lines(length, lines["expected_acceptance_length"], hover, mode="lines", line={"width": 2})
-    measured = {"mode": "markers", "marker": {"size": 8, "symbol": "diamond"}, "suffix": ", measured"}
-    draw_lines(length, lines["acceptance_length"], hover, **measured)
+    marker = {"size": 8, "symbol": "diamond"}
+    draw_lines(length, lines["acceptance_length"], hover, ", measured", mode="markers", marker=marker)
     told = (
         (loss, "progress_loss", "Loss at equal anchors seen", "loss, nats", "The lower curve learns more from as much data."),
         (

@@ -16,6 +16,7 @@ from dflash_core.analysis.plots.figure import (
     Plot,
     Style,
     draw_lines,
+    horizontal_line,
     lay_out,
     median_at,
     points_per_trace,
@@ -50,11 +51,12 @@ def loss_plot(runs: Sequence[RunAnalysis], histories: Histories, config: Analyze
     marked = draw_findings(figure, runs, style, "loss", LOSS_KINDS)
     marks = moments(runs, histories)
     draw_moments(figure, marks)
-    lay_out(figure, "optimizer step", "loss, nats")
-    _whole_training(figure, runs)
+    lay_out(figure, "optimizer step", "loss, nats", xaxis=_whole_training(runs))
     caption = f"{_how(runs, width)} The scatter around the median is the fluff."
     if adjusted:
-        caption += " Dashed: the loss without what the mix of buckets explains; where it is calm, the mix made the fluff."
+        caption += (
+            " Dashed (adjusted): the loss without what the mix of buckets explains; where it is calm, the mix made the fluff."
+        )
     caption += (" Crosses: steps that a finding names." if marked else "") + moments_sentence(marks)
     losses = np.concatenate([numbers(run.curves, "loss") for run in runs])
     losses = losses[np.isfinite(losses)]
@@ -72,19 +74,18 @@ def grad_norm_plot(runs: Sequence[RunAnalysis], histories: Histories, config: An
     _draw_series(figure, runs, style, "grad_norm", width)
     found = _draw_spikes(figure, runs, style, config.spike_mad)
     marked = draw_findings(figure, runs, style, "grad_norm", GRADIENT_KINDS)
-    lay_out(figure, "optimizer step", "gradient norm (log)", log_y=True)
-    _whole_training(figure, runs)
+    limits = {run.facts.setting("train.clip_norm") for run in runs}
+    limit = next(iter(limits)) if len(limits) == 1 else None
+    clipped_from = float(limit) if isinstance(limit, (int, float)) and limit > 0 else None
+    shapes = [] if clipped_from is None else [horizontal_line(clipped_from)]
+    lay_out(figure, "optimizer step", "gradient norm (log)", log_y=True, xaxis=_whole_training(runs), shapes=shapes)
     marks = moments(runs, histories)
     draw_moments(figure, marks)
     caption = f"Norm before clipping. {_how(runs, width)}"
     if found:
         caption += f" Circles: {found} spikes, more than {config.spike_mad:g} median deviations above the median."
     caption += " Crosses: steps that a finding names." if marked else ""
-    limits = {run.facts.setting("train.clip_norm") for run in runs}
-    limit = next(iter(limits))
-    if len(limits) == 1 and isinstance(limit, (int, float)) and limit > 0:
-        figure.add_hline(y=limit, line={"dash": "dash", "width": 1, "color": NEUTRAL})
-        caption += f" Above the dashed level ({limit:g}) gradients are scaled down."
+    caption += f" Above the dashed level ({clipped_from:g}) gradients are scaled down." if clipped_from is not None else ""
     return Plot("grad_norm", "Gradient norm", caption + moments_sentence(marks), figure, wide=True)
 
 
@@ -102,8 +103,7 @@ def acceptance_over_training_plot(runs: Sequence[RunAnalysis], histories: Histor
     marker = {"size": 8, "symbol": "diamond", "line": {"width": 1, "color": NEUTRAL}}
     shape = {"mode": "lines+markers", "line": {"width": 1, "dash": "dot"}, "marker": marker}
     draw_lines(figure, lines, "step %{x}: %{y:.4g}", suffix=", measured", **shape)
-    lay_out(figure, "optimizer step", "tokens per target forward")
-    _whole_training(figure, runs)
+    lay_out(figure, "optimizer step", "tokens per target forward", xaxis=_whole_training(runs))
     marks = moments(runs, histories)
     draw_moments(figure, marks)
     how = f"running median over {config.smoothing_steps} steps, +1 included"
@@ -115,10 +115,10 @@ def acceptance_over_training_plot(runs: Sequence[RunAnalysis], histories: Histor
     )
 
 
-def _whole_training(figure: go.Figure, runs: Sequence[RunAnalysis]) -> None:
+def _whole_training(runs: Sequence[RunAnalysis]) -> dict[str, list[float]]:
     """The axis from the first step to the end of the last one: marks at the ends would otherwise add empty room."""
-    steps = np.concatenate([numbers(run.curves, "step") for run in runs])
-    figure.update_layout(xaxis={"range": [float(steps.min()), float(steps.max()) + 1]})
+    steps = [numbers(run.curves, "step") for run in runs]
+    return {"range": [min(float(one[0]) for one in steps), max(float(one[-1]) for one in steps) + 1]}
 
 
 def _how(runs: Sequence[RunAnalysis], width: int) -> str:
@@ -153,9 +153,7 @@ def _draw_adjusted(figure: go.Figure, runs: Sequence[RunAnalysis], style: Sequen
         if np.isfinite(adjusted).any() and not np.array_equal(loss, adjusted, equal_nan=True):
             x, y = thin(numbers(run.curves, "step"), adjusted, points_per_trace(len(runs)))
             line = {"color": look.colour, "width": 1.5, "dash": "dash"}
-            figure.add_scatter(
-                x=whole(x), y=small(y), mode="lines", name=f"{look.name}, adjusted for mix", line=line, hoverinfo="skip"
-            )
+            figure.add_scatter(x=whole(x), y=small(y), mode="lines", name=f"{look.name}, adjusted", line=line, hoverinfo="skip")
             found = True
     return found
 
