@@ -45,7 +45,8 @@ MEASURE = """(() => {
       label: box.getAttribute("aria-label") };
   });
   const levels = [...document.querySelectorAll("h1,h2,h3,h4")].map(head => Number(head.tagName[1]));
-  return { scroll: document.documentElement.scrollWidth, inner: innerWidth, plots, levels,
+  const first = document.querySelector("h2.free"), top = first ? Math.round(first.getBoundingClientRect().top + scrollY) : 0;
+  return { scroll: document.documentElement.scrollWidth, inner: innerWidth, plots, levels, plots_top: top,
     background: getComputedStyle(document.body).backgroundColor };
 })()"""
 

@@ -31,6 +31,7 @@ MAX_NAMED_RUNS = 8
 # The single steps of more runs than these would hide each other.
 MAX_RAW_SERIES = 4
 MAX_NAME_LENGTH = 24
+MAX_TITLE_LENGTH = 80
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ def ordered_colour(i: int, count: int) -> str:
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def label(name: str) -> str:
+def label(name: str, most: int = MAX_NAME_LENGTH) -> str:
     """A name as plotly, which reads HTML, shows it: not longer than a narrow page has room for."""
-    return escape(name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 9]}…{name[-8:]}")
+    return escape(name if len(name) <= most else f"{name[: most - 9]}…{name[-8:]}")
 
 
 def styles(runs: Sequence[RunAnalysis]) -> list[Style]:

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from dflash_core.analysis.findings.finding import KINDS, Finding
 from dflash_core.analysis.history import History
 from dflash_core.analysis.one_run import RunAnalysis
-from dflash_core.analysis.plots.figure import MAX_RAW_SERIES, NEUTRAL, Style, label, small, whole
+from dflash_core.analysis.plots.figure import MAX_RAW_SERIES, MAX_TITLE_LENGTH, NEUTRAL, Style, label, small, whole
 from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.series import FloatArray
 
@@ -120,5 +120,5 @@ def _draw_points(figure: go.Figure, step: FloatArray, value: FloatArray, finding
         legendgroup=name,
         showlegend=not any(trace.name == name for trace in figure.data),
         marker={"symbol": "x", "size": 8, "color": colour, "line": {"width": 1, "color": NEUTRAL}},
-        hovertemplate=f"step %{{x}}: %{{y:.4g}}<extra>{label(finding.title)}</extra>",
+        hovertemplate=f"step %{{x}}: %{{y:.4g}}<extra>{label(finding.title, MAX_TITLE_LENGTH)}</extra>",
     )
