@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -59,12 +60,11 @@ def build_report(content: Content) -> Report:
     facts, rows = [run.facts for run in runs], [run.row for run in runs]
     names = shortened([run.name for run in runs])
     head = [*head_lines(facts, rows, content.differences), *finding_lines(runs)]
-    states = state_lines(facts, rows)
+    dataset = Path(rows[0]["dataset"]).name if rows[0]["dataset"] else "unknown"  # where it lies is in runs.parquet
     return Report(
         title=f"Runs compared: {names}" if len(runs) > 1 else f"Run: {names}",
-        subtitle=f"dataset {rows[0]['dataset'] or 'unknown'} · target {rows[0]['target'] or 'unknown'} · "
-        f"made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        states=states,
+        subtitle=f"dataset {dataset} · target {rows[0]['target'] or 'unknown'} · made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        states=state_lines(facts, rows),
         head=head,
         figures=figure_lines(rows, content.comparisons),
         findings=told_findings(runs),
