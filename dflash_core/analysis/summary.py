@@ -90,7 +90,7 @@ def state_lines(runs: Sequence[RunFacts], rows: Sequence[Row]) -> list[str]:
         state = row["state"]
         if state == "completed":
             continue
-        planned = run.manifest.get("planned_steps")
+        planned = run.manifest.get("num_planned_steps")
         of = f" of {planned:,}" if isinstance(planned, int) and not isinstance(planned, bool) and planned > 0 else ""
         line = f"{row['name']}: {state or 'unknown state'}, step {row['num_steps']:,}{of}"
         if state == "running":
