@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from dflash_core.config import RegenerateConfig
 from dflash_core.data import expand_files
 from dflash_core.data.files import TakenFile, take_files
 from dflash_core.data.regenerate_folder import MANIFEST, THINKING, is_whole, read_answers, take_over, write_answers
-from dflash_core.data.regenerate_inputs import read_inputs
+from dflash_core.data.regenerate_inputs import InputRow, read_inputs
 from dflash_core.data.regenerate_log import AnswerLog
 from dflash_core.data.regenerate_tally import Tally
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
@@ -231,10 +231,14 @@ def _open_log(job: _Job, made_by: Mapping[str, Any], finished: dict[str, Any] | 
         with AnswerLog(aside, made_for) as taken:
             take_over(answers_folder(job.config), finished, taken)
         aside.replace(path)
-    answers = AnswerLog(path, made_for)
+    return AnswerLog(path, made_for)
+
+
+def _rows(job: _Job, answers: AnswerLog) -> Iterator[InputRow]:
+    """The rows that are not done yet."""
     if len(answers.done):
         log.info("%s: %d rows are done already", answers_folder(job.config), len(answers.done))
-    return answers
+    return read_inputs(job.files, {str(ours): theirs for ours, theirs in job.config.data.columns.items()}, answers.done)
 
 
 def _by_server(job: _Job, finished: dict[str, Any] | None, progress: Progress | None) -> dict[str, Any]:
@@ -254,13 +258,8 @@ async def _ask_server(job: _Job, finished: dict[str, Any] | None, progress: Prog
         listed = await client.find_model()
         made_by = {"kind": "server", "base_url": client.base_url, "model": client.model, "listed": listed}
         with _open_log(job, made_by, finished) as answers:
-            rows = read_inputs(job.files, _columns(job.config), answers.done)
-            await answer_by_server(rows, client, regenerate.concurrency, Tally(answers, job.check_row, progress))
+            await answer_by_server(_rows(job, answers), client, regenerate.concurrency, Tally(answers, job.check_row, progress))
         return {**made_by, "retried": dict(client.counts.retried)}
-
-
-def _columns(config: ExperimentConfig) -> dict[str, str]:
-    return {str(ours): theirs for ours, theirs in config.data.columns.items()}
 
 
 def _in_process(job: _Job, finished: dict[str, Any] | None, progress: Progress | None) -> dict[str, Any]:
@@ -290,7 +289,7 @@ def _in_process(job: _Job, finished: dict[str, Any] | None, progress: Progress |
         )
     with _open_log(job, made_by, finished) as answers:
         answer_here(
-            read_inputs(job.files, _columns(config), answers.done),
+            _rows(job, answers),
             job.tokenizer,
             job.encoder,
             lambda prompts, seeds: answer_many(

@@ -61,7 +61,6 @@ class RequestSettings:
     retries: int
     timeout_s: float
     concurrency: int
-    first_pause_s: float = FIRST_PAUSE_S
 
 
 @dataclass(slots=True)
@@ -207,7 +206,7 @@ class AnswerClient:
         raise Refused(last.status, f"{last.text}{tries}", passing=True, lost=last.lost)
 
     def _pause_s(self, number: int, asked_s: float | None) -> float:
-        pause = min(LONGEST_PAUSE_S, self._settings.first_pause_s * 2.0**number) * self._random.uniform(0.5, 1.0)
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**number) * self._random.uniform(0.5, 1.0)
         return pause if asked_s is None else min(LONGEST_RETRY_AFTER_S, asked_s) + pause / 10
 
     async def _once(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:

@@ -114,7 +114,8 @@ class Remade:
                 self._old = turn
                 return True
             self._said.append(turn._replace(supervised=False) if turn.role == "assistant" else turn)
-        return self._said[-1].role in ("user", "tool")
+        since = takewhile(lambda said: said.role != "assistant", reversed(self._said))
+        return any(said.role in ("user", "tool") for said in since)
 
     def take(self, answer: NewAnswer) -> None:
         """Add the answer to the prompt asked for last; raises `BadRow` if there is nothing in it."""
