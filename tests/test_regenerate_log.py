@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.data.regenerate_log import AnswerLog, row_key
@@ -41,6 +41,7 @@ def test_a_log_that_was_cut_off_anywhere_goes_on(tmp_path: Path) -> None:
             assert log.done.tolist() == sorted(keys)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.sampled_from("ASF")), max_size=12))
 def test_the_last_word_on_a_row_counts_and_failures_are_asked_again(
     tmp_path_factory: pytest.TempPathFactory, added: list[tuple[int, int, str]]

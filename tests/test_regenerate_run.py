@@ -38,14 +38,15 @@ def greedy_texts(target_folder: Path, file: Path, limit: int) -> list[str]:
     return found
 
 
-def test_greedy_answers_are_those_of_the_evaluation(home: Path, tmp_path: Path) -> None:
-    path = write_prompts(tmp_path / "p.jsonl", 9)
-    result = regenerate(here(path, TINY_TARGET))
-    assert [row["messages"][-1]["content"] for row in rows(result)] == greedy_texts(TINY_TARGET, path, 12)
+@pytest.mark.parametrize(("count", "limit"), [(4, 6), pytest.param(24, 64, marks=pytest.mark.slow)])
+def test_greedy_answers_are_those_of_the_evaluation(home: Path, tmp_path: Path, count: int, limit: int) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", count)
+    result = regenerate(here(path, TINY_TARGET, max_new_tokens=limit, concurrency=3))
+    assert [row["messages"][-1]["content"] for row in rows(result)] == greedy_texts(TINY_TARGET, path, limit)
     assert result["made_by"]["kind"] == "process" and result["made_by"]["dtype"] == "float32"
     assert result["num_answer_tokens"] == sum(row["num_answer_tokens"] for row in rows(result)) > 0
     assert {row["finish_reason"] for row in rows(result)} <= {"stop", "length"}
-    assert regenerate(here(path, TINY_TARGET))["reused"]
+    assert regenerate(here(path, TINY_TARGET, max_new_tokens=limit))["reused"]
 
 
 def test_conversations_go_turn_by_turn_and_bad_prompts_are_noted(home: Path, tmp_path: Path) -> None:
@@ -59,12 +60,12 @@ def test_conversations_go_turn_by_turn_and_bad_prompts_are_noted(home: Path, tmp
             ]
         },
         {"prompt": "<|end|> breaks out"},
-        {"prompt": "long " * 500},
+        {"prompt": "long " * 600},
         {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
         {"prompt": "def c(self):"},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = regenerate(here(path, TINY_TARGET, max_new_tokens=40, concurrency=3))
+    result = regenerate(here(path, TINY_TARGET, max_new_tokens=8, concurrency=3))
     assert [row["row"] for row in rows(result)] == [1, 5]
     assert [(error["row"], error["reason"]) for error in errors(result)] == [
         (2, "special token in content"),
@@ -83,18 +84,18 @@ def test_what_is_drawn_depends_on_the_row_and_not_on_its_neighbours() -> None:
     encoder = ChatEncoder(load_tokenizer(TINY_TARGET))
     from dflash_core.data import Message
 
-    prompts = [tuple(encoder.encode_prompt([Message("user", f"def f{i}({'x' * i}):")]).tolist()) for i in range(5)]
+    prompts = [tuple(encoder.encode_prompt([Message("user", f"def f{i}({'x' * i}):")]).tolist()) for i in range(3)]
 
     def drawn(chosen: list[int], batch: int, seeds: list[int], temperature: float = 1.0) -> list[tuple[int, ...]]:
-        return answer_many(target, [prompts[i] for i in chosen], 16, temperature=temperature, seeds=seeds, batch_prompts=batch)
+        return answer_many(target, [prompts[i] for i in chosen], 6, temperature=temperature, seeds=seeds, batch_prompts=batch)
 
-    together = drawn([0, 1, 2, 3, 4], 3, [10, 11, 12, 13, 14])
-    alone = [drawn([i], 1, [10 + i])[0] for i in range(5)]
+    together = drawn([0, 1, 2], 2, [10, 11, 12])
+    alone = [drawn([i], 1, [10 + i])[0] for i in range(3)]
     assert together == alone
     assert drawn([0, 0], 2, [1, 2])[0] != drawn([0, 0], 2, [1, 2])[1]
     nearly_greedy = drawn([0, 1], 2, [1, 2], 1e-4)
     assert nearly_greedy == drawn([0, 1], 2, [1, 2], 0.0)
-    assert all(len(tokens) <= 16 for tokens in together)
+    assert all(len(tokens) <= 6 for tokens in together)
 
 
 def test_too_many_new_tokens_for_the_target(home: Path, tmp_path: Path) -> None:
@@ -118,7 +119,9 @@ def prepared(config: ExperimentConfig, files: list[str], folder: Path, **data: A
 
 
 def test_a_dataset_knows_where_its_answers_come_from(home: Path, tmp_path: Path) -> None:
-    plain = write_corpus(tmp_path / "plain.jsonl", 4)
+    plain = tmp_path / "plain.jsonl"
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    plain.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
     with fake_server() as server:
         config = experiment(write_corpus(tmp_path / "corpus.jsonl", 12), server.url, thinking=False, max_new_tokens=77)
         result = regenerate(config)
@@ -144,7 +147,10 @@ def test_answers_of_another_mode_are_no_data(home: Path, tmp_path: Path) -> None
         (target / file.name).symlink_to(file)
     template = (TINY_TARGET / "chat_template.jinja").read_text()
     (target / "chat_template.jinja").unlink()
-    opening = "{%- if add_generation_prompt -%}<|assistant|>{%- if enable_thinking is defined and not enable_thinking -%}<n>{%- endif -%}"
+    opening = (
+        "{%- if add_generation_prompt -%}<|assistant|>"
+        "{%- if enable_thinking is defined and not enable_thinking -%}<n>{%- endif -%}"
+    )
     (target / "chat_template.jinja").write_text(template.replace("{%- if add_generation_prompt -%}<|assistant|>", opening))
     with fake_server() as server:
         config = experiment(write_corpus(tmp_path / "corpus.jsonl", 3), server.url, thinking=True)

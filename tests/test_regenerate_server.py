@@ -344,7 +344,7 @@ def start(config: ExperimentConfig, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_job_that_is_ended_at_any_moment_goes_on(home: Path, tmp_path: Path, number: signal.Signals) -> None:
     path = write_prompts(tmp_path / "p.jsonl", 30)
     script: Script = lambda body, number: Reply(body=echo(body, number).body, wait_s=0.02 if number < 12 else 30.0)  # noqa: E731
