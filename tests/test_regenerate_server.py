@@ -327,6 +327,25 @@ def test_reasoning_tools_and_thinking_are_passed_and_kept(home: Path, tmp_path: 
         regenerate(experiment(path, "http://127.0.0.1:1", thinking=False, data={"template_variables": {"enable_thinking": True}}))
 
 
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content", None])
+def test_what_the_target_thought_is_kept_apart_and_sent_back(home: Path, tmp_path: Path, key: str | None) -> None:
+    from dflash_core.data.template import ChatEncoder
+
+    def script(body: dict[str, Any], number: int) -> Reply:
+        return Reply(body=completion("so", **{key: "why"}) if key else completion("<think>why</think>so"))
+
+    path = tmp_path / "p.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "old"}, {"role": "user", "content": "b"}]
+    path.write_text(json.dumps({"messages": turns}))
+    with pytest.MonkeyPatch.context() as patch, fake_server(script) as server:
+        patch.setattr(ChatEncoder, "render", lambda *_: [])  # the tiny target's template has no reasoning
+        result = regenerate(experiment(path, server.url))
+        sent = server.asked[1]["messages"][1]
+    assert sent == {"role": "assistant", "content": "so", "reasoning_content": "why", "reasoning": "why"}
+    kept = {"role": "assistant", "content": "so", "reasoning_content": "why"}
+    assert rows(result)[0]["messages"] == [turns[0], kept, turns[2], kept]
+
+
 COMMAND = """
 import sys
 from dflash_core.data import regenerate_client

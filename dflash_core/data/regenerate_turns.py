@@ -63,9 +63,10 @@ def apart(answer_text: str, finish_reason: str) -> tuple[str, str | None]:
 
 
 def as_request(message: Message) -> dict[str, Any]:
-    """A turn as servers take it: arguments of tool calls are JSON strings there."""
+    """A turn as servers take it: arguments of tool calls are JSON strings there, and reasoning has two names (vLLM's is new)."""
     turn = message.for_template()
-    turn.pop("thinking", None)
+    if (reasoning := turn.pop("thinking", None)) is not None:
+        turn["reasoning"] = reasoning
     if message.tool_calls:
         turn["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
