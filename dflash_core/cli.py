@@ -27,7 +27,7 @@ from dflash_core.errors import (
 )
 
 app = typer.Typer(
-    help="Trains DFlash drafters: prepare, plan, simulate, train, watch, evaluate, export, analyze, doctor.",
+    help="Trains DFlash drafters: regenerate, prepare, plan, simulate, train, watch, evaluate, export, analyze, doctor.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -81,6 +81,17 @@ def _one_run(path: Path, overrides: list[str] | None, name: str | None) -> tuple
 @app.callback()
 def _options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks")] = False) -> None:
     """Options that go before the command."""
+
+
+@app.command()
+def regenerate(experiment: Experiment, overrides: Overrides = None) -> None:
+    """Have the target answer the prompts of regenerate.files anew, by a server or in this process; goes on where it was."""
+    from dflash_core.experiment_file import load_experiment
+    from dflash_core.experiment_regenerate import regenerate as answer
+    from dflash_core.progress import AnswerLogProgress
+
+    _log_to(logging.StreamHandler())
+    _show(answer(load_experiment(experiment, overrides or []), AnswerLogProgress()))
 
 
 @app.command()
