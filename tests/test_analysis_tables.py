@@ -22,7 +22,7 @@ from dflash_core.analysis.reader import last_attempts, matrix, numbers, read_str
 from dflash_core.analysis.run_tables import bucket_rows, grad_norm_rows, run_row, timestamp
 from dflash_core.analysis.runs import Run, load_run, load_runs
 from dflash_core.analysis.series import block_bootstrap, block_length, detrended, running_median, spikes
-from dflash_core.analysis.tables import TABLES, table_of
+from dflash_core.analysis.tables import SCHEMA_VERSION, TABLES, table_of
 from dflash_core.bucketing import shortest_possible_longest_run
 from dflash_core.errors import DataError, UserError
 from tests.fake_runs import FakeRun, write_dataset, write_jsonl, write_run
@@ -126,7 +126,7 @@ def test_compaction_when_a_run_has_ended_and_again_when_its_log_has_grown(tmp_pa
     load_run(folder)
     path = folder / "metrics" / "steps.parquet"
     table = pq.read_table(path)
-    assert table.schema.metadata[b"dflash.schema"] == b"steps" and table.schema.metadata[b"dflash.schema_version"] == b"1"
+    assert table.schema.metadata[b"dflash.schema"] == b"steps" and table.schema.metadata[b"dflash.schema_version"] == str(SCHEMA_VERSION).encode()
     assert str(table.schema.field("time").type) == "timestamp[us, tz=UTC]" and len(table) == 6
     before = path.stat().st_mtime_ns
     assert read_stream(folder, "steps", compact=True).equals(table.replace_schema_metadata(None))

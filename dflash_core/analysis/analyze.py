@@ -15,6 +15,7 @@ from dflash_core.analysis.build_report import Content, build_report
 from dflash_core.analysis.compare import comparison_rows
 from dflash_core.analysis.many_runs import analyze_each
 from dflash_core.analysis.one_run import RunAnalysis
+from dflash_core.analysis.report_columns import REPORT_TABLES
 from dflash_core.analysis.report import Report, to_html, to_markdown
 from dflash_core.analysis.runs import RunFacts, incomparable, load_all_facts
 from dflash_core.analysis.tables import SCHEMA_VERSION, table_of, write_table
@@ -23,24 +24,6 @@ from dflash_core.errors import DataError, UserError
 from dflash_core.provenance import write_atomically, write_json
 
 logger = logging.getLogger(__name__)
-
-SORTED_BY = {
-    "runs": ["run_id"],
-    "run_lengths": ["run_id", "level", "bucket", "run_length"],
-    "bucket_stats": ["run_id", "bucket"],
-    "grad_norms": ["run_id", "group"],
-    "checkpoints": ["run_id", "step", "attempt"],
-    "curves": ["run_id", "step"],
-    "loss_parts": ["run_id", "part"],
-    "run_positions": ["run_id", "level", "position"],
-    "waits": ["run_id", "cell", "stage"],
-    "progress": ["run_id", "num_anchors_seen"],
-    "groups": ["metric", "group"],
-    "group_comparisons": ["metric", "group_a", "group_b"],
-    "findings": ["run_id", "kind"],
-    "comparisons": ["metric", "run_a", "run_b"],
-}
-
 
 def analyze_runs(
     run_dirs: Sequence[Path],
@@ -84,7 +67,7 @@ def analyze_runs(
     report = build_report(Content(runs, comparisons, tables, config, differences, histogram, bins))
     (out_dir / "manifest.json").unlink(missing_ok=True)  # what is half replaced must not look finished
     for name, table in tables.items():
-        write_table(out_dir / f"{name}.parquet", name, table.sort_by([(key, "ascending") for key in SORTED_BY[name]]))
+        write_table(out_dir / f"{name}.parquet", name, table.sort_by([(key, "ascending") for key in REPORT_TABLES[name].sorted_by]))
     write_atomically(out_dir / "report.html", to_html(report))
     write_atomically(out_dir / "report.md", to_markdown(report))
     manifest = _manifest(runs, tables, report, out_dir)

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from dflash_core.analysis.tables import SCHEMA_VERSION, STREAMS, VERSION_KEY, write_table
+from dflash_core.analysis.tables import COLUMNS, SCHEMA_VERSION, STREAMS, VERSION_KEY, write_table
 from dflash_core.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -137,12 +137,23 @@ def _table_of_rows(rows: list[dict[str, Any]], stream: str) -> pa.Table:
 
 def _infer(values: list[Any]) -> pa.Array:
     try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):  # a field of mixed types has no column type but text
+        found = pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        found = None
+    if found is None or pa.types.is_struct(found.type):  # a field of mixed types, or of many keys, has no column type but text
         return pa.array([None if value is None else json.dumps(value) for value in values])
+    return found
 
 
 def _typed(table: pa.Table, stream: str) -> pa.Table:
+    """Times as times, and fields that not all rows have in the types that they should have, where their values allow it."""
+    for number, field in enumerate(table.schema):
+        column = COLUMNS[stream].get(field.name)
+        if column is not None and column.optional and field.type != column.type:
+            try:
+                table = table.set_column(number, field.name, table[field.name].cast(column.type))
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                continue  # it is not one of ours, or is damaged; whoever reads it looks at what it is
     seconds = table["time"]
     micros = pc.round(pc.multiply(seconds, 1e6)).cast(pa.int64()) if len(table) else seconds.cast(pa.int64())
     table = table.set_column(table.schema.get_field_index("time"), "time", micros.cast(pa.timestamp("us", tz="UTC")))
