@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.random import Generator
 
-from dflash_core.analysis.checkpoints import checkpoint_rows
+from dflash_core.analysis.checkpoints import checkpoint_tables
 from dflash_core.analysis.compare import Estimate, estimates
 from dflash_core.analysis.findings.detect import find_all, finding_rows
 from dflash_core.analysis.findings.finding import Context, Finding
@@ -20,8 +20,8 @@ from dflash_core.analysis.order import run_length_rows
 from dflash_core.analysis.reader import matrix, numbers
 from dflash_core.analysis.run_tables import bucket_rows, grad_norm_rows, run_row
 from dflash_core.analysis.runs import Run, RunFacts, load_metrics
-from dflash_core.analysis.series import FloatArray
-from dflash_core.analysis.tables import TABLES, table_of
+from dflash_core.analysis.series import FloatArray, detrended
+from dflash_core.analysis.tables import TABLES, in_order, table_of
 from dflash_core.config import AnalyzeConfig
 
 
@@ -45,6 +45,7 @@ class RunAnalysis:
         findings: what the detectors found, strongest first.
         evals: its evaluation rows.
         depths: None where they were not recorded.
+        noise: of each step, what `loss` and `expected_acceptance_length` are above their running median; NaN where not finite.
     """
 
     facts: RunFacts
@@ -54,6 +55,7 @@ class RunAnalysis:
     findings: tuple[Finding, ...]
     evals: pa.Table
     depths: Depths | None
+    noise: Mapping[str, FloatArray]
 
     @property
     def run_id(self) -> str:
@@ -81,29 +83,39 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
     """
     run = load_metrics(facts)
     order_rng, series_rng, finding_rng = rng.spawn(3)
-    row, norms = run_row(run, order_rng), grad_norm_rows(run, config.spike_mad)
+    checkpoints, about_checkpoints = checkpoint_tables(run, order_rng.spawn(1)[0])
+    row, norms = run_row(run, order_rng, about_checkpoints), grad_norm_rows(run, config.spike_mad)
     found = find_all(run, Context(config, finding_rng, bins))
     rows = {
         "runs": [row],
         "run_lengths": run_length_rows(run),
         "bucket_stats": bucket_rows(run),
         "grad_norms": norms,
-        "checkpoints": checkpoint_rows(run),
+        "checkpoints": checkpoints,
         "findings": finding_rows(found),
         "loss_parts": [],
         "run_positions": [],
         "waits": [],
-        "progress": [],
     }
+    tables = {name: in_order(name, table_of(name, content)) for name, content in rows.items()}
     return RunAnalysis(
         facts=facts,
         row=row,
-        tables={**{name: table_of(name, content) for name, content in rows.items()}, "curves": curves(run)},
+        tables={**tables, "curves": curves(run)},
         estimates=estimates(run, row, norms[0], series_rng),
         findings=tuple(found),
         evals=run.evals,
         depths=_depths(run),
+        noise={name: _noise(numbers(run.steps, name)) for name in ("loss", "expected_acceptance_length")},
     )
+
+
+def _noise(values: FloatArray) -> FloatArray:
+    finite = np.isfinite(values)
+    noise = np.full(len(values), np.nan)
+    if finite.any():
+        noise[finite] = detrended(values[finite])
+    return noise
 
 
 def curves(run: Run) -> pa.Table:

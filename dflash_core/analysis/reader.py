@@ -25,8 +25,8 @@ from dflash_core.errors import DataError
 logger = logging.getLogger(__name__)
 
 SOURCE_BYTES_KEY = "dflash.source_bytes"
-# The small streams hold fields of many kinds, whose types Arrow's reader would guess (a text like a date becomes a date).
-PARSED_BY_ARROW = ("steps", "batches")
+# The other streams hold fields of many kinds, whose types Arrow's reader would guess (a text like a date becomes a date).
+PARSED_BY_ARROW = ("steps", "batches", "stats")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -123,7 +123,11 @@ def _raw_schema(stream: str) -> pa.Schema:
 
 
 def _parse_by_arrow(data: bytes, stream: str) -> pa.Table:
-    options = pyarrow.json.ParseOptions(explicit_schema=_raw_schema(stream), unexpected_field_behavior="infer")
+    """What types it does not have to guess it reads faster; so it is told those of the fields that the first row has."""
+    first = data[: data.find(b"\n")]
+    known = list(_raw_schema(stream))
+    known += [(n, c.type) for n, c in COLUMNS[stream].items() if c.optional and f'"{n}":'.encode() in first]
+    options = pyarrow.json.ParseOptions(explicit_schema=pa.schema(known), unexpected_field_behavior="infer")
     return pyarrow.json.read_json(io.BytesIO(data), parse_options=options)
 
 
@@ -166,6 +170,8 @@ def last_attempts(table: pa.Table, keys: Iterable[str] = ("step",)) -> pa.Table:
     if not len(table):
         return table
     attempt = numbers(table, "attempt", missing=0)
+    if (attempt == attempt[0]).all():
+        return table
     groups = table.select(list(keys)).to_pandas()
     last = groups.assign(attempt=attempt).groupby(list(keys), dropna=False, sort=False)["attempt"].transform("max")
     return table.filter(pa.array(attempt == last.to_numpy()))

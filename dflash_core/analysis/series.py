@@ -19,6 +19,8 @@ TREND_STEPS = 61
 END_STEPS = 5
 MIN_STEPS_FOR_INTERVAL = 20
 NUM_RESAMPLES = 1000
+# A resample has no more blocks than this: longer ones than the autocorrelation asks for cost no accuracy, only a little certainty.
+MAX_BLOCKS = 1000
 
 
 def running_median(values: FloatArray, width: int) -> FloatArray:
@@ -107,11 +109,11 @@ def block_bootstrap(values: FloatArray, rng: Generator, num_resamples: int = NUM
     n = len(values)
     if n < MIN_STEPS_FOR_INTERVAL:
         return None
-    length = block_length(values)
+    length = max(block_length(values), ceil(n / MAX_BLOCKS))
     centre = values.mean()
     centred = values - centre
     blocks = ceil(n / length)
-    starts = rng.integers(0, n, size=(num_resamples, blocks))
+    starts = rng.integers(0, n, size=(num_resamples, blocks), dtype=np.int32)
     first = _block_sums(centred, length)[starts].sum(axis=1) / (blocks * length)
     second = _block_sums(centred**2, length)[starts].sum(axis=1) / (blocks * length)
     sd = np.sqrt(np.maximum(second - first**2, 0))

@@ -45,6 +45,11 @@ def table_of(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist([dict(row) for row in rows], schema=schema)
 
 
+def in_order(name: str, table: pa.Table) -> pa.Table:
+    """The report table `name`, sorted as its files are."""
+    return table.sort_by([(key, "ascending") for key in REPORT_TABLES[name].sorted_by])
+
+
 def write_table(path: Path, name: str, table: pa.Table, extra: Mapping[str, str] | None = None) -> None:
     """Write `table` under the schema name `name`, with `extra` metadata. Encodings follow a column's type."""
     metadata = {NAME_KEY: name.encode(), VERSION_KEY: str(SCHEMA_VERSION).encode()}
