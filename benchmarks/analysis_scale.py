@@ -2,7 +2,7 @@
 
     python benchmarks/analysis_scale.py [--quick] [--batches-per-step 4]
 
-Generates run folders as training leaves them (columns and sizes of real rows, six buckets, one checkpoint per 1000 steps, a
+Generates run folders as training leaves them (columns and sizes of real rows, six buckets, a checkpoint and a measurement per 500 steps, a
 snapshot of the queues per 10) in a temporary folder, then runs `dflash analyze` on them in a process of its own: once from
 JSONL, which also compacts it, and once more from the Parquet that this left. Printed are wall and processor seconds, and
 the peak over time of the memory of all its processes (proportional set size: pages that they share count once; the sum of
@@ -116,7 +116,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def events(num_steps: int, began: np.ndarray, step_s: np.ndarray) -> list[dict[str, Any]]:
     rows = []
-    for step in range(1000, num_steps, 1000):
+    for step in range(500, num_steps, 500):
         time_s = float(began[step] - step_s[step] + 0.01)
         rows += [
             {"kind": "checkpoint_begin", "time": time_s, "step": step, "cell": 0, "snapshot_s": 0.01, "wait_s": 0.0},
@@ -151,7 +151,7 @@ def stats(num_steps: int, per_step: int, depths: np.ndarray, counts: np.ndarray)
 
 def evals(num_steps: int) -> list[dict[str, Any]]:
     rows = []
-    for kind, step, tau in [("untrained", 0, 1.0), *(("training", s, 2.0) for s in range(1000, num_steps, 1000)),
+    for kind, step, tau in [("untrained", 0, 1.0), *(("training", s, 2.0) for s in range(500, num_steps, 500)),
                             ("trained", num_steps, 2.4)]:  # fmt: skip
         row = {"time": 1.77e9 + step * 0.5, "step": step, "kind": kind, "source": "all"}
         rows.append({**row, "position": None, "metric": "acceptance_length", "value": tau})

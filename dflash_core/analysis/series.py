@@ -20,7 +20,7 @@ END_STEPS = 5
 MIN_STEPS_FOR_INTERVAL = 20
 NUM_RESAMPLES = 1000
 # A resample has no more blocks than this: longer ones than the autocorrelation asks for cost no accuracy, only a little certainty.
-MAX_BLOCKS = 1000
+MAX_BLOCKS = 400
 
 
 def running_median(values: FloatArray, width: int) -> FloatArray:
