@@ -1,9 +1,9 @@
 """How long the analysis of many long runs takes, how much memory, and whether both grow in proportion.
 
-    python benchmarks/analysis_scale.py [--quick] [--batches-per-step 4]
+    python benchmarks/analysis_scale.py [--quick] [--batches-per-step 4] [--cases 50x20000]
 
-Generates run folders as training leaves them (columns and sizes of real rows, six buckets, a checkpoint and a measurement per 500 steps, a
-snapshot of the queues per 10) in a temporary folder, then runs `dflash analyze` on them in a process of its own: once from
+Generates run folders as training leaves them (columns and sizes of real rows, six buckets, a checkpoint and a measurement
+per 500 steps, a snapshot of the queues per 10) in a temporary folder, then runs `dflash analyze` on them in a process of its own: once from
 JSONL, which also compacts it, and once more from the Parquet that this left. Printed are wall and processor seconds, and
 the peak over time of the memory of all its processes (proportional set size: pages that they share count once; the sum of
 their resident sets stands beside it, where these count for each). Generating is not timed. Runs of one length share the content
@@ -80,8 +80,8 @@ def write_content(folder: Path, num_steps: int, per_step: int, seed: int) -> Non
     began = 1.77e9 + np.arange(num_steps) * 0.5
     times = rng.gamma(4.0, 0.025, (num, 5))
     columns = (
-        np.repeat(began, per_step), np.arange(num), step, epoch, np.arange(num) % 2, bucket, sequences, tokens / sequences, longest,
-        tokens, padded, padded, anchors, supervised, loss * weight, weight, *times.T,
+        np.repeat(began, per_step), np.arange(num), step, epoch, np.arange(num) % 2, bucket, sequences, tokens / sequences,
+        longest, tokens, padded, padded, anchors, supervised, loss * weight, weight, *times.T,
     )  # fmt: skip
     lines = [BATCH % ("generated", *row) for row in zip(*(column.tolist() for column in columns), strict=True)]
     (folder / "batches.jsonl").write_text("".join(lines))
@@ -99,8 +99,8 @@ def write_content(folder: Path, num_steps: int, per_step: int, seed: int) -> Non
     columns = (
         began, np.arange(num_steps), epoch[::per_step], summed(loss * weight) / summed(weight), summed(supervised), accuracy,
         1 + np.cumprod(accuracy, axis=1).sum(axis=1), np.full(num_steps, per_step), summed(sequences), summed(anchors),
-        summed(tokens), summed(padded), counts, norm, np.where(norm > 1, "true", "false"), 6e-4 * (1 - np.arange(num_steps) / num_steps),
-        *parts.T, step_s, parts[:, 0] * 0.01, summed(tokens) / summed(sequences), longest.reshape(num_steps, -1).max(axis=1),
+        summed(tokens), summed(padded), counts, norm, np.where(norm > 1, "true", "false"),
+        6e-4 * (1 - np.arange(num_steps) / num_steps), *parts.T, step_s, parts[:, 0] * 0.01, summed(tokens) / summed(sequences), longest.reshape(num_steps, -1).max(axis=1),
         *depths.T,
     )  # fmt: skip
     lines = [STEP % ("generated", *row) for row in zip(*(column.tolist() for column in columns), strict=True)]
@@ -213,12 +213,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps; only orders of magnitude")
     parser.add_argument("--batches-per-step", type=int, default=4)
-    parser.add_argument("--only", action="store_true", help="only the case that has a limit")
+    parser.add_argument("--cases", nargs="+", metavar="RUNSxSTEPS", help="these instead of the usual ones")
     arguments = parser.parse_args()
     steps = STEPS // 10 if arguments.quick else STEPS
-    cases = [(RUNS, steps)]
-    if not arguments.only:
-        cases = [(10, steps), (25, steps), (RUNS, steps), (100, steps), (RUNS, steps // 4), (RUNS, steps // 2)]
+    cases = [(10, steps), (25, steps), (RUNS, steps), (100, steps), (RUNS, steps // 4), (RUNS, steps // 2)]
+    if arguments.cases:
+        cases = [(int(runs), int(length)) for runs, length in (case.split("x") for case in arguments.cases)]
     print(f"{arguments.batches_per_step} batches per step, load of the machine {os.getloadavg()[0]:.1f}, cores {os.cpu_count()}")
     print(f"{'runs':>5} {'steps':>7} {'from':>8} {'wall s':>8} {'cpu s':>8} {'PSS MB':>8} {'RSS MB':>8} {'cpu ms per run':>15} "
           f"{'cpu µs per step':>16}")  # fmt: skip
@@ -237,7 +237,8 @@ def main() -> None:
                 found = analyze(runs, case / "report")
                 print(
                     f"{count:>5} {length:>7} {source:>8} {found.wall_s:>8.1f} {found.cpu_s:>8.1f} {found.peak_pss / 1e6:>8.0f} "
-                    f"{found.peak_rss / 1e6:>8.0f} {1e3 * found.cpu_s / count:>15.0f} {1e6 * found.cpu_s / count / length:>16.1f}",
+                    f"{found.peak_rss / 1e6:>8.0f} {1e3 * found.cpu_s / count:>15.0f} "
+                    f"{1e6 * found.cpu_s / count / length:>16.1f}",
                     flush=True,
                 )
                 if (count, length) == (RUNS, STEPS):

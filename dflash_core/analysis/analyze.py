@@ -27,6 +27,7 @@ from dflash_core.provenance import write_atomically, write_json
 
 logger = logging.getLogger(__name__)
 
+
 def analyze_runs(
     run_dirs: Sequence[Path],
     out_dir: Path,

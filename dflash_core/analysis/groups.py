@@ -111,12 +111,12 @@ def group_comparison_rows(groups: Sequence[Group], found: Mapping[str, Mapping[s
     few = len(groups) <= ALL_PAIRS_UP_TO
     pairs = combinations(groups, 2) if few else ((groups[0], other) for other in groups[1:])
     metrics = _metrics(groups, found)
-    return [row for a, b in pairs for metric, unit in metrics.items() if (row := _compared(a, b, metric, unit, found)) is not None]
+    return [
+        row for a, b in pairs for metric, unit in metrics.items() if (row := _compared(a, b, metric, unit, found)) is not None
+    ]
 
 
-def _compared(
-    a: Group, b: Group, metric: str, unit: str, found: Mapping[str, Mapping[str, Estimate]]
-) -> dict[str, Any] | None:
+def _compared(a: Group, b: Group, metric: str, unit: str, found: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any] | None:
     paired = _by_seed(a, b, metric, found)
     values_a, values_b = paired or (_values(a, metric, found), _values(b, metric, found))
     if not len(values_a) or not len(values_b):

@@ -19,6 +19,8 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 NUM_PERMUTATIONS = 200
 # Runs of more batches than these are not shuffled; a formula that is exact for large numbers takes the place.
 MAX_SHUFFLED_BATCHES = 2000
+# With fewer batches outside a bucket the formula's gaps are not independent.
+MIN_OTHERS = 50
 NEGLIGIBLE = 1e-12
 MIXED = -1
 
@@ -155,7 +157,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def shuffled_quantiles(epochs: Sequence[IntArray], at: Sequence[float], rng: Generator) -> list[float]:
     """Quantiles of the longest bucket run inside an epoch when the batches of each epoch are shuffled at random."""
-    if sum(map(len, epochs)) <= MAX_SHUFFLED_BATCHES:
+    few_others = any(0 < len(epoch) - count < MIN_OTHERS for epoch in epochs for count in np.bincount(epoch).tolist())
+    if few_others or sum(map(len, epochs)) <= MAX_SHUFFLED_BATCHES:
         return [float(value) for value in np.quantile(shuffled_longest_runs(epochs, rng), at)]
     below = shuffled_distribution(epochs)
     return [float(np.searchsorted(below, one)) for one in at]

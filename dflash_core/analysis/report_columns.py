@@ -213,7 +213,9 @@ REPORT_TABLES: dict[str, Table] = {
             "run_id": _RUN,
             "num_anchors_seen": integer("anchors", "The point."),
             "step": integer("steps", "The last step up to it."),
-            "loss": real("nats", "Mean loss of the tenth of the grid's last point that lies before this one (at the end: the last)."),
+            "loss": real(
+                "nats", "Mean loss of the tenth of the grid's last point that lies before this one (at the end: the last)."
+            ),
             **_ends("nats", "loss_low", "loss_high"),
             "loss_adjusted": real("nats", "The same of the loss without what its bucket mix explains."),
             "expected_acceptance_length": real("tokens", "Mean of the same steps, +1 included."),
