@@ -3,10 +3,10 @@
     python benchmarks/analysis_scale.py [--quick] [--batches-per-step 4] [--cases 50x20000]
 
 Generates run folders as training leaves them (columns and sizes of real rows, six buckets, a checkpoint and a measurement
-per 500 steps, a snapshot of the queues per 10) in a temporary folder, then runs `dflash analyze` on them in a process of its own: once from
-JSONL, which also compacts it, and once more from the Parquet that this left. Printed are wall and processor seconds, and
-the peak over time of the memory of all its processes (proportional set size: pages that they share count once; the sum of
-their resident sets stands beside it, where these count for each). Generating is not timed. Runs of one length share the content
+per 500 steps, a snapshot of the queues per 10) in a temporary folder, then runs `dflash analyze` on them in a process of its
+own: once from JSONL, which also compacts it, and once more from the Parquet that this left. Printed are wall and processor
+seconds, and the peak over time of the memory of all its processes (proportional set size: pages that they share count once; the
+sum of their resident sets stands beside it, where these count for each). Generating is not timed. Runs of one length share the content
 of four, by hard links, so files come from memory and not from a disk. Ends with code 1 if 50 runs of 20,000 steps take more than
 20 s or 2 GB.
 """
@@ -100,7 +100,8 @@ def write_content(folder: Path, num_steps: int, per_step: int, seed: int) -> Non
         began, np.arange(num_steps), epoch[::per_step], summed(loss * weight) / summed(weight), summed(supervised), accuracy,
         1 + np.cumprod(accuracy, axis=1).sum(axis=1), np.full(num_steps, per_step), summed(sequences), summed(anchors),
         summed(tokens), summed(padded), counts, norm, np.where(norm > 1, "true", "false"),
-        6e-4 * (1 - np.arange(num_steps) / num_steps), *parts.T, step_s, parts[:, 0] * 0.01, summed(tokens) / summed(sequences), longest.reshape(num_steps, -1).max(axis=1),
+        6e-4 * (1 - np.arange(num_steps) / num_steps), *parts.T, step_s, parts[:, 0] * 0.01,
+        summed(tokens) / summed(sequences), longest.reshape(num_steps, -1).max(axis=1),
         *depths.T,
     )  # fmt: skip
     lines = [STEP % ("generated", *row) for row in zip(*(column.tolist() for column in columns), strict=True)]

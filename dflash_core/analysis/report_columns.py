@@ -86,8 +86,9 @@ REPORT_TABLES: dict[str, Table] = {
         {
             "run_id": _RUN,
             "level": text(
-                "`flat`: batches in the order of the plan; `cell`: batches of one cell, which is what one drafter sees, all cells "
-                "counted together; `step`: optimizer steps that lean to the same bucket (more than one batch above its quota)."
+                "`flat`: batches in the order of the plan; `cell`: batches of one cell, which is what one drafter sees, all "
+                "cells counted together; `step`: optimizer steps that lean to the same bucket (more than one batch above its "
+                "quota)."
             ),
             "bucket": integer(ONE, "The bucket; null for steps that lean to none."),
             "run_length": integer("batches or steps", "Length of the run; steps at level `step`."),
@@ -207,14 +208,16 @@ REPORT_TABLES: dict[str, Table] = {
         ("run_id", "cell", "stage"),
     ),
     "progress": Table(
-        "A run at points that are the same for all runs: the quarters, tenths, ... of the anchors that the shortest run has "
-        "seen (20 points), and its own end. Runs whose batches differ in size are compared here, not at equal steps.",
+        "A run at points that are the same for all runs, the twentieths of the anchors that the shortest run has seen, and at "
+        "its own end. Runs whose batches differ in size are compared here, not at equal steps.",
         {
             "run_id": _RUN,
             "num_anchors_seen": integer("anchors", "The point."),
             "step": integer("steps", "The last step up to it."),
             "loss": real(
-                "nats", "Mean loss of the tenth of the grid's last point that lies before this one (at the end: the last)."
+                "nats",
+                "Mean loss of the steps that end in the stretch before the point; the stretch is a tenth of the last point that all "
+                "runs have.",
             ),
             **_ends("nats", "loss_low", "loss_high"),
             "loss_adjusted": real("nats", "The same of the loss without what its bucket mix explains."),

@@ -40,7 +40,10 @@ def run_row(run: Run, rng: Generator, checkpoints: Mapping[str, Any] | None = No
     Losses are in nats: `final_loss` is the mean over the last tenth of the steps, `loss_sd_detrended` the standard deviation
     around the running median behind the first tenth ("fluffiness"). Acceptance lengths are in tokens, +1 included. The
     shares are of the time of all steps: `data_wait_share` targets waited for batches, `target_wait_share` the drafter
-    waited for target states, `draft_share` it computed. `train_s` is the time of all steps. `checkpoints` are the columns about checkpoints where they are known.
+    waited for target states, `draft_share` it computed. `train_s` is the time of all steps.
+
+    Args:
+        checkpoints: the columns about checkpoints, where they are known already.
     """
     manifest, steps = run.manifest, run.steps
     loss, norm = numbers(steps, "loss"), numbers(steps, "grad_norm")

@@ -13,15 +13,15 @@ from dflash_core.analysis.report_columns import METRICS, REPORT_TABLES
 from dflash_core.analysis.stream_columns import EVAL_METRICS, EVENT_KINDS, STREAM_TABLES
 from dflash_core.analysis.tables import SCHEMA_VERSION
 
-HEAD = f"""# Tables
+HEAD = """# Tables
 
 Made from the code by `python -m dflash_core.analysis.table_docs docs/tables.md`; edit `dflash_core/analysis/stream_columns.py`
 and `report_columns.py` instead.
 
 Every table is Parquet (zstd), tidy, and whole or not there. A file's metadata hold the schema's name and version
-(`dflash.schema`, `dflash.schema_version`, now {SCHEMA_VERSION}); each column's hold its unit and meaning (`unit`, `description`), which
-pyarrow shows. Null means "not measured", NaN "measured, and not a number" (a loss that diverged): pandas does not tell them
-apart unless it is asked to (`dtype_backend="pyarrow"`), DuckDB and polars do. Times are UTC, in microseconds.
+(`dflash.schema`, `dflash.schema_version`, now SCHEMA_VERSION); each column's hold its unit and meaning
+(`unit`, `description`), which pyarrow shows. Null means "not measured", NaN "measured, and not a number" (a loss that
+diverged): pandas does not tell them apart unless it is asked to (`dtype_backend="pyarrow"`), DuckDB and polars do. Times are UTC, in microseconds.
 
 ```python
 pandas.read_parquet("reports/demo/runs.parquet")
@@ -31,7 +31,7 @@ duckdb.sql("SELECT run_id, value FROM 'runs/*/metrics/evals.parquet' WHERE metri
 
 In the column "unit", `–` stands for values without one and `1` for pure numbers. A column with a * is there only where some
 row has a value for it.
-"""
+""".replace("SCHEMA_VERSION", str(SCHEMA_VERSION))
 
 STREAMS_HEAD = """## Streams of a run
 
