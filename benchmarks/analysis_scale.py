@@ -2,13 +2,13 @@
 
     python benchmarks/analysis_scale.py [--quick] [--batches-per-step 4] [--cases 50x20000]
 
-Generates run folders as training leaves them (columns and sizes of real rows, six buckets, a checkpoint and a measurement
-per 500 steps, a snapshot of the queues per 10) in a temporary folder, then runs `dflash analyze` on them in a process of its
-own: once from JSONL, which also compacts it, and once more from the Parquet that this left. Printed are wall and processor
-seconds, and the peak over time of the memory of all its processes (proportional set size: pages that they share count once; the
-sum of their resident sets stands beside it, where these count for each). Generating is not timed. Runs of one length share the content
-of four, by hard links, so files come from memory and not from a disk. Ends with code 1 if 50 runs of 20,000 steps take more than
-20 s or 2 GB.
+Generates run folders as training leaves them (columns and sizes of real rows, six buckets, a checkpoint and a measurement per
+500 steps, a snapshot of the queues per 10) in a temporary folder, then runs `dflash analyze` on them in a process of its own:
+once from JSONL, which also compacts it, and once more from the Parquet that this left. Printed are wall and processor
+seconds, and the peak over time of the memory of all its processes (proportional set size: pages that they share count once;
+the sum of their resident sets stands beside it, where these count for each). Generating is not timed. Runs of one length
+share the content of four, by hard links, so files come from memory and not from a disk. Ends with code 1 if 50 runs of 20,000
+steps take more than 20 s or 2 GB.
 """
 
 from __future__ import annotations

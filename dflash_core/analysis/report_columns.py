@@ -216,8 +216,8 @@ REPORT_TABLES: dict[str, Table] = {
             "step": integer("steps", "The last step up to it."),
             "loss": real(
                 "nats",
-                "Mean loss of the steps that end in the stretch before the point; the stretch is a tenth of the last point that all "
-                "runs have.",
+                "Mean loss of the steps that end in the stretch before the point; the stretch is a tenth of the last point that "
+                "all runs have.",
             ),
             **_ends("nats", "loss_low", "loss_high"),
             "loss_adjusted": real("nats", "The same of the loss without what its bucket mix explains."),

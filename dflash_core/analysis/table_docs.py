@@ -19,9 +19,10 @@ Made from the code by `python -m dflash_core.analysis.table_docs docs/tables.md`
 and `report_columns.py` instead.
 
 Every table is Parquet (zstd), tidy, and whole or not there. A file's metadata hold the schema's name and version
-(`dflash.schema`, `dflash.schema_version`, now SCHEMA_VERSION); each column's hold its unit and meaning
-(`unit`, `description`), which pyarrow shows. Null means "not measured", NaN "measured, and not a number" (a loss that
-diverged): pandas does not tell them apart unless it is asked to (`dtype_backend="pyarrow"`), DuckDB and polars do. Times are UTC, in microseconds.
+(`dflash.schema`, `dflash.schema_version`, now SCHEMA_VERSION); each column's hold its unit and meaning (`unit`,
+`description`), which pyarrow shows. Null means "not measured", NaN "measured, and not a number" (a loss that diverged):
+pandas does not tell them apart unless it is asked to (`dtype_backend="pyarrow"`), DuckDB and polars do. Times are UTC, in
+microseconds.
 
 ```python
 pandas.read_parquet("reports/demo/runs.parquet")
