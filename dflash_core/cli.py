@@ -267,13 +267,17 @@ def export(
 def analyze(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run folders to compare; the first is the one compared with")],
     out: Annotated[Path | None, typer.Option(help="Folder of the report; default: reports/RUN below DFLASH_HOME")] = None,
+    allow_different: Annotated[
+        bool, typer.Option("--allow-different", help="Compare runs of other data, target, step size or loss, too")
+    ] = False,
 ) -> None:
     """Compare runs: Parquet tables and a self-contained report.html."""
     from dflash_core.analysis import analyze_runs
     from dflash_core.config import AnalyzeConfig
     from dflash_core.experiment import workspace
 
-    manifest = analyze_runs(run_dirs, out or workspace() / "reports" / run_dirs[0].absolute().name, AnalyzeConfig())
+    config = AnalyzeConfig(allow_different=allow_different)
+    manifest = analyze_runs(run_dirs, out or workspace() / "reports" / run_dirs[0].absolute().name, config)
     for line in manifest["summary"]:
         typer.echo(line)
     typer.echo(manifest["paths"]["report_html"])

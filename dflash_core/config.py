@@ -230,6 +230,9 @@ class AnalyzeConfig(Config):
 
     spike_mad: PositiveFloat = Field(6.0, description="A gradient norm is a spike above median + this many MADs")
     smoothing_steps: PositiveInt = Field(15, description="Width of the running median in the plots")
+    allow_different: bool = Field(
+        False, description="Compare runs of other data, target, step size or loss, too; what differs heads the report"
+    )
 
 
 class RegenerateConfig(Config):
