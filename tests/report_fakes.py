@@ -21,7 +21,7 @@ from dflash_core.analysis.tables import TABLES, table_of
 from dflash_core.config import AnalyzeConfig
 
 CONFIG = AnalyzeConfig()
-STAGES = ("draft", "waiting for targets", "optimizer", "other")
+STAGES = ("drafter.forward", "drafter.wait", "drafter.optimizer", "target.forward")
 
 
 def finding(run_id: str, kind: str = "loss_composition", **changes: Any) -> Finding:
