@@ -55,7 +55,9 @@ def list_drafters(target: Target = None) -> None:
 
 
 @app.command()
-def show(drafter: Annotated[str, typer.Argument(metavar="ID", help="Drafter, or how its id begins")], target: Target = None) -> None:
+def show(
+    drafter: Annotated[str, typer.Argument(metavar="ID", help="Drafter, or how its id begins")], target: Target = None
+) -> None:
     """Show all that is known of a drafter, decision by decision, and check its files."""
     from dflash_core.registry import describe_entry
 

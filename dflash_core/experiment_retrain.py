@@ -8,22 +8,31 @@ again: the dataset, the run, both evaluations, the decision.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash_core.errors import ConfigError, DataError
 from dflash_core.experiment_data import draft_spec, target_folder, workspace
 from dflash_core.experiment_evaluation import PROMPTS_FILE, evaluate_folder, evaluate_run
 from dflash_core.experiment_file import ExperimentConfig
 from dflash_core.provenance import digest_json, digest_weights
-from dflash_core.registry import Candidate, Entry, Measured, PromptResult, Registry, Rule, Verdict, decide, registry_folder
+from dflash_core.registry import (
+    Candidate,
+    Entry,
+    Measured,
+    PromptResult,
+    Registry,
+    Rule,
+    Verdict,
+    decide,
+    read_export,
+    registry_folder,
+)
 from dflash_core.training.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from dflash_core.model.spec import DraftSpec
 
 log = logging.getLogger(__name__)
 RUN_NAME = "retrain"
@@ -109,8 +118,7 @@ def look(config: ExperimentConfig) -> Look:
 
 def _nothing_new(found: Look, entries: list[Entry], recipe: str) -> str | None:
     if found.current is not None and not found.num_new:
-        count = len(found.sources)
-        return f"the current drafter {found.current} was trained on all {count} data files ({count and 'no other content'})"
+        return f"the current drafter {found.current} was trained on all {len(found.sources)} data files that there are"
     for entry in reversed(entries):
         same_data = entry.sources_sha256 == found.sources_sha256 and entry.settings_sha256 == recipe
         if same_data and entry.drafter != found.current and found.current in (entry.compared_with, entry.current):
@@ -152,8 +160,6 @@ def compare(
     Raises:
         DataError: an evaluation is not possible, or its files are damaged.
     """
-    from dflash_core.registry import read_export
-
     run, registry, rule = RunFolder(run_dir), Registry(found.registry), _rule(config)
     result = evaluate_run(run_dir, progress)
     manifest, export = run.read_manifest(), read_export(run.export)
@@ -237,8 +243,6 @@ def _asked(config: ExperimentConfig) -> list[str]:
 
 def _measured(name: str, target_weights: str | None, folder: Path, draft: Path, result: Mapping[str, Any]) -> Measured:
     """An evaluation's prompts, from its `evaluation.jsonl`; raises DataError where the file is damaged."""
-    import json
-
     from dflash_core.model.weights import read_spec
 
     path = folder / PROMPTS_FILE
@@ -258,23 +262,11 @@ def _measured(name: str, target_weights: str | None, folder: Path, draft: Path, 
 
 
 def _why_not_servable(export: Path, config: ExperimentConfig) -> str | None:
-    """What of an exported drafter's config no engine could follow with this target."""
-    from dflash_core.model.weights import read_spec
+    """What of the exported files no engine could follow with this target: shapes, taps, mask token, rotary base."""
+    from dflash_core.model.warm_start import KEY, check_initial_draft
 
-    theirs, ours = read_spec(export), draft_spec(config)
-    if problem := _other_target(theirs, ours):
-        return f"no engine could serve it with {config.target.path}: {problem}"
-    return None
-
-
-def _other_target(theirs: DraftSpec, ours: DraftSpec) -> str | None:
-    layers = ours.num_target_layers
-    if theirs.block_size < 2:
-        return f"block size {theirs.block_size}"
-    taps = theirs.target_layer_ids
-    if not taps or list(taps) != sorted(set(taps)) or taps[-1] >= layers or taps[0] < 0:
-        return f"target_layer_ids {list(taps)} are not ascending layers of {layers}"
-    for key in ("hidden_size", "vocab_size", "rope_theta"):
-        if getattr(theirs, key) != getattr(ours, key):
-            return f"{key} is {getattr(theirs, key)} there and {getattr(ours, key)} in the target"
+    try:
+        check_initial_draft(export, draft_spec(config))
+    except ConfigError as error:
+        return f"no engine could serve it with {config.target.path}: {str(error).removeprefix(f'{KEY}: ')}"
     return None

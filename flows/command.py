@@ -31,6 +31,7 @@ HELP = {
     "train": "Train the runs of an experiment, or one of them.",
     "evaluate": "Evaluate the trained runs of an experiment, or one of them.",
     "analyze": "Compare the runs of an experiment and write the report.",
+    "retrain": "Train a drafter on new data from the current one, and promote it if it is better.",
 }
 
 
@@ -67,7 +68,7 @@ def _parser(stage: str) -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=VALUE", dest="overrides", help="change a key")
     parser.add_argument("--keep-server", action="store_true", help="leave the background Prefect server running")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    if stage in ("train", "evaluate"):
+    if stage in ("train", "evaluate", "retrain"):
         parser.add_argument("--run", metavar="NAME", help="only this run of the experiment")
     return parser
 
@@ -87,7 +88,7 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
     from dflash_core.experiment import workspace
 
     run = getattr(arguments, "run", None)
-    _check(arguments.experiment, arguments.overrides, run)
+    _check(stage, arguments.experiment, arguments.overrides, run)
     with server.session(workspace(), keep=arguments.keep_server) as url:
         module = importlib.import_module(f"flows.{stage}")  # the first import of Prefect
         from prefect import tags
@@ -112,14 +113,24 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
     _show(result)
 
 
-def _check(path: str, overrides: Sequence[str], run: str | None) -> None:
-    """Everything that can be known before the server is started: file, keys, topology, target, input files."""
+def _check(stage: str, path: str, overrides: Sequence[str], run: str | None) -> None:
+    """Everything that can be known before the server is started: file, keys, topology, target, input files.
+
+    Of a retraining the target is looked into only where there is something to train, for that loads it.
+    """
     from dflash_core.experiment import check, load_experiment
 
     config = load_experiment(path, overrides)
     names = [name for name, _ in config.variants()]
     if run is not None and run not in names:
         raise UserError(f"{path}: no run {run!r}; there are: {', '.join(names)}")
+    if stage == "retrain":
+        from dflash_core.experiment_retrain import look
+
+        if len(names) > 1 and run is None:
+            raise UserError(f"{path}: a retraining is one run; choose one with --run: {', '.join(names)}")
+        if look(dict(config.variants())[run or names[0]]).nothing_new is not None:
+            return
     check(config)
 
 
@@ -137,6 +148,8 @@ def _show(result: dict[str, Any]) -> None:
     output = Console()
     if rows := result.get("table"):
         output.print(_table(rows))
+    if text := result.get("text"):
+        output.print(text, soft_wrap=True, highlight=False, markup=False)
     for name, path in result.get("paths", {}).items():
         output.print(f"{name}: {path}", soft_wrap=True, highlight=False)
 

@@ -109,9 +109,7 @@ def _keys(measured: Measured) -> list[str]:
     return [prompt.key for prompt in measured.prompts]
 
 
-def _not_comparable(
-    new: Measured, old: Measured | None, rule: Rule, target_weights: str, asked: Sequence[str]
-) -> str | None:
+def _not_comparable(new: Measured, old: Measured | None, rule: Rule, target_weights: str, asked: Sequence[str]) -> str | None:
     for who in (new, old):
         if who is None:
             continue
@@ -142,9 +140,10 @@ def _not_fit(new: Measured, old: Measured | None, rule: Rule) -> str | None:
 def _figures(new: Measured, old: Measured | None, compared: Compared, rule: Rule) -> str:
     against = "1 of decoding without a drafter" if old is None else f"{compared.old.value:.3f} of {old.name}"
     found = compared.difference
+    interval = f"a {rule.confidence * 100:g} % interval of {found.low:+.3f} to {found.high:+.3f}"
     return (
         f"{compared.new.value:.3f} tokens per target forward against {against} on the same {len(new.prompts)} held-out prompts:"
-        f" a difference of {found.value:+.3f} with a {rule.confidence * 100:g} % interval of {found.low:+.3f} to {found.high:+.3f}"
+        f" a difference of {found.value:+.3f} with {interval}"
     )
 
 
