@@ -9,7 +9,6 @@ again: the dataset, the run, both evaluations, the decision.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,6 @@ from dflash_core.registry import (
 )
 from dflash_core.training.run_folder import RunFolder
 
-log = logging.getLogger(__name__)
 RUN_NAME = "retrain"
 NOTHING_NEW = "nothing new"
 # Sections and keys that reach neither weights nor decision.
@@ -191,7 +189,6 @@ def compare(
         settings_sha256=_recipe(config),
         prompts_sha256=digest_json(asked),
     )
-    log.info("%s: %s", verdict.decision, verdict.reason)
     return Comparison(candidate, new, old, verdict)
 
 

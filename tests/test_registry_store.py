@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,7 @@ for number in range(1, 30):
 
 @pytest.mark.slow
 def test_two_processes_and_a_sigkill_do_not_corrupt_it(drafters: Drafters) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     processes = []
     for name in "xy":
         command = [sys.executable, "-c", PROMOTE, str(drafters.folder), name]
@@ -281,7 +282,7 @@ def test_two_processes_and_a_sigkill_do_not_corrupt_it(drafters: Drafters) -> No
     assert codes[0] in (-signal.SIGKILL, 0) and codes[1] == 0
     entries = drafters.registry.entries()
     assert entries[0].previous is None
-    assert all(later.previous == earlier.current for earlier, later in zip(entries, entries[1:], strict=False))
+    assert all(later.previous == earlier.current for earlier, later in pairwise(entries))
     assert len(entries) >= 29 and drafters.registry.check(entries[-1].current or "") is None
     assert drafters.registry.current_link.resolve().name == entries[-1].current
 

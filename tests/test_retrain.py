@@ -288,9 +288,7 @@ def test_looking_for_new_data_loads_no_torch(place: Place) -> None:
     assert done.stdout.split() == ["1", "False", "False"]
 
 
-def test_the_command(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = dflash(monkeypatch, capsys, "registry", "list")
     assert code == 2 and "holds no registry; python -m flows.retrain EXPERIMENT makes one" in only_line(err)
     _, first = place.retrain()
@@ -304,7 +302,9 @@ def test_the_command(
     assert code == 0 and f"parent                 {first.drafter}" in out and "all of it above 0" in out
     code, out, _ = dflash(monkeypatch, capsys, "registry", "rollback", "--reason", "x")
     assert code == 0 and out.startswith(f"{first.drafter} is in use, {second.drafter} no longer")
-    assert torch.equal(load_draft(found.registry / "current").fc.weight, load_draft(found.registry / "drafters" / first.drafter).fc.weight)
+    assert torch.equal(
+        load_draft(found.registry / "current").fc.weight, load_draft(found.registry / "drafters" / first.drafter).fc.weight
+    )
     for words, text in [
         (["rollback"], "is the first drafter; there is none before it"),
         (["rollback", "zz"], "zz: no such drafter"),
