@@ -256,7 +256,7 @@ class RetrainConfig(Config):
         0.0, description="Tokens per target forward by which it must accept more, with the whole interval of the difference"
     )
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = Field(0.95, description="Confidence of that interval")
-    min_prompts: Annotated[int, Field(ge=2)] = Field(8, description="With fewer held-out prompts nothing is promoted")
+    min_prompts: Annotated[int, Field(ge=2)] = Field(16, description="With fewer held-out prompts nothing is promoted")
     require_lossless: bool = Field(True, description="Promote only a drafter whose output equals plain greedy decoding")
     same_block_size: bool = Field(
         True, description="Promote only a drafter with the current one's block size, which stands in the commands that serve it"

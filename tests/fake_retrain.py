@@ -46,7 +46,7 @@ def compare(config: Experiment, found: Look, run_dir: Path, progress: Any = None
     measured.write_text(json.dumps({**taus, read.drafter: tau}))
 
     def prompts(tau: int) -> tuple[PromptResult, ...]:
-        return tuple(PromptResult(f"p{i}", 10 * tau, 10) for i in range(8))
+        return tuple(PromptResult(f"p{i}", 10 * tau, 10) for i in range(16))
 
     new = Measured(read.drafter, TARGET, 8, prompts(tau), True)
     old = None if found.current is None else Measured(found.current, TARGET, 8, prompts(taus[found.current]), True)

@@ -13,6 +13,7 @@ from dflash_core.registry.paired import compare_paired
 
 TARGET = "t" * 64
 BLOCK = 8
+RULE = Rule(min_prompts=8, num_samples=100)
 # For each prompt the rounds of a drafter, and the tokens that they made: one to BLOCK tokens a round.
 Rounds = list[tuple[int, float]]
 rounds = st.lists(st.tuples(st.integers(1, 40), st.floats(1, BLOCK)), min_size=8, max_size=24)
@@ -26,7 +27,7 @@ def measured(found: Rounds, name: str = "new", **changes: object) -> Measured:
 def verdict(new: Measured, old: Measured | None, rule: Rule | None = None, asked: int | None = None, **more: object) -> Verdict:
     keys = [f"p{i}" for i in range(len(new.prompts) if asked is None else asked)]
     given = {"target_weights": TARGET, "asked": keys, **more}
-    return decide(new, old, rule or Rule(num_samples=100), **given)  # type: ignore[arg-type]
+    return decide(new, old, rule or RULE, **given)  # type: ignore[arg-type]
 
 
 @given(rounds)
@@ -61,12 +62,12 @@ def test_what_is_promoted_has_its_whole_interval_above_the_gain_and_stays_so_for
 ) -> None:
     count = min(len(a), len(b))
     new, old = measured(a[:count]), measured(b[:count], "old")
-    result = verdict(new, old, Rule(min_gain=gain, num_samples=100))
+    result = verdict(new, old, replace(RULE, min_gain=gain))
     assert result.compared is not None
     found = result.compared.difference
     assert result.promote == (found.low > gain)
     if result.promote:
-        assert verdict(new, old, Rule(min_gain=gain * less, num_samples=100)).promote
+        assert verdict(new, old, replace(RULE, min_gain=gain * less)).promote
     wide = compare_paired(*[[(p.num_tokens, p.num_rounds) for p in m.prompts] for m in (new, old)], 0.99, 100)
     assert wide is not None and wide.difference.low <= found.low and wide.difference.high >= found.high
 
@@ -90,7 +91,7 @@ def test_the_first_drafter_must_beat_decoding_without_one() -> None:
     )
     useless = verdict(measured([(10, 1.0)] * 8), None)
     assert useless.decision == "kept" and "the two do not differ" in useless.reason
-    assert verdict(measured([(10, 2.0)] * 8), None, Rule(min_gain=1.0)).decision == "kept"
+    assert verdict(measured([(10, 2.0)] * 8), None, replace(RULE, min_gain=1.0)).decision == "kept"
 
 
 def test_a_gain_that_may_be_chance_does_not_promote() -> None:
@@ -99,7 +100,7 @@ def test_a_gain_that_may_be_chance_does_not_promote() -> None:
     result = verdict(new, old)
     assert result.decision == "kept" and "which is not all above 0 (retrain.min_gain)" in result.reason
     assert result.compared is not None and result.compared.difference.value > 0
-    enough = verdict(measured([(20, 2.5)] * 12), measured([(20, 2.3)] * 12, "old"), Rule(min_gain=0.5))
+    enough = verdict(measured([(20, 2.5)] * 12), measured([(20, 2.3)] * 12, "old"), replace(RULE, min_gain=0.5))
     assert enough.decision == "kept" and enough.reason.endswith("none of it above 0.5 (retrain.min_gain)")
 
 
@@ -120,7 +121,7 @@ GOOD, OLD = measured([(10, 3.0)] * 10), measured([(10, 2.0)] * 10, "old")
         (replace(GOOD, lossless=None), OLD, {}, "was not checked (evaluate.check_lossless)"),
         (replace(GOOD, block_size=16), OLD, {}, "its block size is 16 and the current one's 8"),
         (GOOD, OLD, {"unservable": "taps [9] are not layers of the target"}, "taps [9] are not layers of the target"),
-        (GOOD, OLD, {"rule": Rule(min_prompts=11)}, "10 held-out prompts are too few to decide by (retrain.min_prompts is 11)"),
+        (GOOD, OLD, {"rule": replace(RULE, min_prompts=11)}, "10 held-out prompts are too few to decide by (retrain.min_prompts is 11)"),
         (replace(GOOD, prompts=tuple(PromptResult(f"p{i}", 0, 0) for i in range(10))), None, {}, "nothing to compare"),
     ],
 )
@@ -132,7 +133,7 @@ def test_what_cannot_be_compared_or_served_is_rejected_with_its_reason(
 
 
 def test_what_the_rule_may_be_told_to_allow() -> None:
-    allowed = Rule(require_lossless=False, same_block_size=False)
+    allowed = replace(RULE, require_lossless=False, same_block_size=False)
     assert verdict(replace(GOOD, lossless=False, num_different=2, block_size=16), OLD, allowed).promote
     assert verdict(replace(GOOD, target_weights=None), OLD).promote  # a published drafter does not say
 

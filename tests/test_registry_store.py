@@ -36,7 +36,7 @@ from dflash_core.registry import store as store_module
 from dflash_core.registry.lineage import SCHEMA
 
 TARGET = "t" * 64
-RULE = Rule(num_samples=50)
+RULE = Rule(min_prompts=8, num_samples=50)
 
 
 def export(folder: Path, content: str) -> Path:

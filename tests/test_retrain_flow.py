@@ -103,6 +103,7 @@ def write_weekly(folder: Path) -> Path:
     values["train"] |= {"max_steps": 25, "num_anchors": 16, "self_checks": False}
     values |= {"topology": {"device": "cpu"}, "metrics": {"wandb": "disabled"}}
     values["evaluate"] = {"max_prompts": 8, "max_new_tokens": 24, "untrained_prompts": 0, "speed_prompts": 0}
+    values["retrain"] = {"min_prompts": 8}
     path = folder / "weekly.yaml"
     path.write_text(yaml.safe_dump(values))
     return path

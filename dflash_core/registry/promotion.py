@@ -48,7 +48,7 @@ class Rule:
 
     min_gain: float = 0.0
     confidence: float = 0.95
-    min_prompts: int = 8
+    min_prompts: int = 16
     require_lossless: bool = True
     same_block_size: bool = True
     num_samples: int = 1000
