@@ -142,3 +142,13 @@ def test_a_prompt_without_a_round_counts_for_nothing() -> None:
     silent = PromptResult("p10", 0, 0)
     new, old = (replace(m, prompts=(*m.prompts, silent)) for m in (GOOD, OLD))
     assert verdict(new, old).compared == verdict(GOOD, OLD).compared
+
+
+def test_each_drafter_s_own_interval_is_that_of_its_evaluation() -> None:
+    from dflash_core.evaluation.bootstrap import ratio_interval
+
+    counts = [(7.0 + 3 * (i % 5), 5.0 + i % 3) for i in range(12)]
+    for confidence in (0.8, 0.95):
+        found = compare_paired(counts, counts[::-1], confidence, 300)
+        expected = ratio_interval([a for a, _ in counts], [b for _, b in counts], 300, level=confidence)
+        assert found is not None and (found.new.low, found.new.high) == expected
