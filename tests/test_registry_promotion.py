@@ -121,7 +121,7 @@ GOOD, OLD = measured([(10, 3.0)] * 10), measured([(10, 2.0)] * 10, "old")
         (replace(GOOD, lossless=None), OLD, {}, "was not checked (evaluate.check_lossless)"),
         (replace(GOOD, block_size=16), OLD, {}, "its block size is 16 and the current one's 8"),
         (GOOD, OLD, {"unservable": "taps [9] are not layers of the target"}, "taps [9] are not layers of the target"),
-        (GOOD, OLD, {"rule": replace(RULE, min_prompts=11)}, "10 held-out prompts are too few to decide by (retrain.min_prompts is 11)"),
+        (GOOD, OLD, {"rule": replace(RULE, min_prompts=11)}, "10 held-out prompts are too few to decide by"),
         (replace(GOOD, prompts=tuple(PromptResult(f"p{i}", 0, 0) for i in range(10))), None, {}, "nothing to compare"),
     ],
 )

@@ -211,6 +211,7 @@ def test_a_person_says_no_or_nobody_answers(place: Place) -> None:
     assert retrain.conclude(begun, found, comparison, None, "yes").current == entry.drafter
 
 
+@pytest.mark.slow
 def test_without_a_warm_start_the_shape_may_change_and_the_block_size_must_be_allowed(place: Place) -> None:
     _, first = place.retrain()
     place.more_data("b")
