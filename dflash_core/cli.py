@@ -28,7 +28,7 @@ from dflash_core.errors import (
 )
 
 app = typer.Typer(
-    help="Trains DFlash drafters: regenerate, prepare, plan, simulate, train, watch, evaluate, export, analyze, doctor, registry.",
+    help="Trains DFlash drafters: regenerate, prepare, plan, simulate, train, watch, evaluate, export, analyze, registry.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -48,9 +48,14 @@ def finding(run_id: str, kind: str = "loss_composition", **changes: Any) -> Find
 
 
 def analysed(folders: Sequence[Path], bins: pd.DataFrame | None = None) -> list[RunAnalysis]:
-    """The runs without what the detectors find in them: tests put their own findings in."""
-    found = [analyze_one(facts, CONFIG, np.random.default_rng(7), bins) for facts in load_all_facts(folders)]
-    return [replace(run, findings=()) for run in found]
+    """The runs without what detectors and models find in them: tests put their own in."""
+    return [_bare(analyze_one(facts, CONFIG, np.random.default_rng(7), bins)) for facts in load_all_facts(folders)]
+
+
+def _bare(run: RunAnalysis) -> RunAnalysis:
+    curves = run.curves.set_column(run.curves.schema.get_field_index("loss_adjusted"), "loss_adjusted", run.curves["loss"])
+    none = {name: table_of(name, []) for name in ("findings", "loss_parts", "run_positions", "waits")}
+    return replace(run, findings=(), tables={**run.tables, **none, "curves": curves})
 
 
 def content(runs: Sequence[RunAnalysis], histogram: pd.DataFrame | None = None, bins: pd.DataFrame | None = None) -> Content:
@@ -58,7 +63,7 @@ def content(runs: Sequence[RunAnalysis], histogram: pd.DataFrame | None = None, 
     comparisons = comparison_rows({run.run_id: run.estimates for run in runs})
     tables = {name: pa.concat_tables([run.tables[name] for run in runs]) for name in runs[0].tables}
     tables["comparisons"] = table_of("comparisons", comparisons)
-    tables |= {name: table_of(name, []) for name in ("progress", "groups", "group_comparisons")}
+    tables = {name: table_of(name, []) for name in ("progress", "groups", "group_comparisons")} | tables
     histories = {run.run_id: history_of(load_metrics(run.facts)) for run in runs}
     return Content(runs, comparisons, tables, CONFIG, [], histogram, bins, histories)
 

@@ -162,7 +162,7 @@ def test_bars_show_the_rows(drawn: dict[str, Plot]) -> None:
     }
     assert drawn["loss_parts"].figure.data[0].customdata[0] == " (95 %: 45.0% to 55.0%)"
     waits = {trace.name: trace.x.tolist() for trace in drawn["waits"].figure.data}
-    bars = drawn["waits"].figure.data[0].y.tolist()
+    bars = list(drawn["waits"].figure.data[0].y)
     assert [waits["wait"][bars.index(f"{name}: drafter")] for name in ("diverse", "shuffle")] == pytest.approx([0.3, 0.2])
     for bar in range(len(bars)):  # the parts of each side make up its time at most
         assert np.nansum([values[bar] for values in waits.values()]) <= 1.0 + 1e-6
