@@ -69,7 +69,7 @@ def test_skipping_drives_the_counts_apart_like_a_random_walk() -> None:
 
 
 def trained_with(policy: Policy, num_batches: int = 300) -> tuple[list[int], list[int], list[int]]:
-    """The real prefetcher, and targets that do nothing: positions as trained, dispatched counts, depths before any target runs."""
+    """The real prefetcher, and targets that do nothing: positions as trained, counts, depths before any target runs."""
     batches = [
         PlannedBatch(seq_no=i, position=i, epoch=0, step=i, cell=0, bucket=0, samples=(i,), ends_step=True)
         for i in range(num_batches)
