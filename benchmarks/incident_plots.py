@@ -66,8 +66,11 @@ class Panel:
         self.parts.insert(0, f'<path d="{path}" stroke="{colour}" stroke-dasharray="3 3"/>')
 
     def curve(self, x: FloatArray, y: FloatArray, colour: str, width: float = 1.0) -> None:
-        inside = np.clip(y, *sorted(self.y))
-        points = " ".join(f"{self.px(a):.1f},{self.py(b):.1f}" for a, b in zip(x, inside, strict=True) if np.isfinite(b))
+        finite = np.isfinite(y)
+        x, y = x[finite], np.clip(y[finite], *sorted(self.y))
+        level = np.diff(y) == 0  # what lies inside a level stretch adds no shape
+        needed = ~(np.append(level, False) & np.insert(level, 0, False))
+        points = " ".join(f"{self.px(a):.1f},{self.py(b):.1f}" for a, b in zip(x[needed], y[needed], strict=True))
         self.parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
 
 
