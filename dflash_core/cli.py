@@ -27,7 +27,7 @@ from dflash_core.errors import (
 )
 
 app = typer.Typer(
-    help="Trains DFlash drafters: prepare, plan, simulate, train, evaluate, export, analyze, doctor.",
+    help="Trains DFlash drafters: prepare, plan, simulate, train, watch, evaluate, export, analyze, doctor.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -266,6 +266,22 @@ def analyze(
     for line in manifest["summary"]:
         typer.echo(line)
     typer.echo(manifest["paths"]["report_html"])
+
+
+@app.command()
+def watch(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder")],
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the run once, as it is now")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Write the report of the run as it is now, and end")] = False,
+) -> None:
+    """Show a run in the terminal while it lives: progress, loss, queues, what it waits for, events and warnings."""
+    if report:
+        analyze([run_dir])
+        return
+    from dflash_core.metrics.watch import watch as show_run
+
+    show_run(run_dir, every, once)
 
 
 @app.command()

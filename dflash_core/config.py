@@ -234,6 +234,35 @@ class AnalyzeConfig(Config):
     smoothing_steps: PositiveInt = Field(15, description="Width of the running median in the plots")
 
 
+class RegenerateConfig(Config):
+    """Answers for prompts from the target itself, so that a drafter learns what it will be asked to draft."""
+
+    files: tuple[str, ...] = Field((), description="Files with prompts or conversations whose answers are made anew")
+    base_url: str | None = Field(
+        None, description="OpenAI-compatible server of the target, such as http://127.0.0.1:8000/v1; default: in this process"
+    )
+    model: str | None = Field(None, description="Name of the target on the server; default: the only one that it serves")
+    api_key_env: str | None = Field(None, description="Environment variable that holds the server's key; the key stands nowhere")
+    concurrency: PositiveInt = Field(32, description="Requests under way at once")
+    max_new_tokens: PositiveInt = Field(1024, description="Most tokens of an answer")
+    temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0: greedy, as drafts are verified by default")
+    thinking: bool | None = Field(None, description="Thinking mode of the target; default: as its chat template has it")
+    retries: NonNegativeInt = Field(5, description="Tries after the first one of a request that failed for a passing reason")
+    timeout_s: PositiveFloat = Field(600.0, description="Longest wait for one answer")
+
+
+class RetrainConfig(Config):
+    """When a retrained drafter replaces the current one of the registry."""
+
+    min_gain: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Tokens per target forward by which it must accept more, with the whole interval of the difference"
+    )
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = Field(0.95, description="Confidence of that interval")
+    require_lossless: bool = Field(True, description="Promote only a drafter whose output equals plain greedy decoding")
+    approval: bool = Field(False, description="Ask a person in Prefect before promoting")
+    approval_timeout_s: PositiveFloat = Field(86400.0, description="Without an answer for so long, the current one stays")
+
+
 class RunVariant(Config):
     """One run of an experiment: a name, and the keys in which it differs."""
 

@@ -22,6 +22,8 @@ from dflash_core.config import (
     EvaluateConfig,
     MetricsConfig,
     PrefetchConfig,
+    RegenerateConfig,
+    RetrainConfig,
     RunVariant,
     TargetConfig,
     TopologyConfig,
@@ -45,6 +47,8 @@ class ExperimentConfig(Config):
     metrics: MetricsConfig = MetricsConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     analyze: AnalyzeConfig = AnalyzeConfig()
+    regenerate: RegenerateConfig = RegenerateConfig()
+    retrain: RetrainConfig = RetrainConfig()
     runs: tuple[RunVariant, ...] = Field((), description="Runs that differ in some keys; none: one run as it stands")
 
     @model_validator(mode="after")

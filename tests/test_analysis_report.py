@@ -44,6 +44,9 @@ def read(root: Path, name: str) -> pd.DataFrame:
     return frame
 
 
+MAY_BE_EMPTY = ("findings", "loss_parts", "run_positions", "waits", "progress", "groups", "group_comparisons")
+
+
 def test_tables_are_versioned_sorted_compressed_and_counted(compared: tuple[Path, dict[str, Any]]) -> None:
     root, manifest = compared
     assert {p.name for p in (root / "report").iterdir()} == {f"{n}.parquet" for n in TABLES} | {
@@ -57,7 +60,8 @@ def test_tables_are_versioned_sorted_compressed_and_counted(compared: tuple[Path
         assert file.schema_arrow.metadata[b"dflash.schema_version"] == str(SCHEMA_VERSION).encode()
         assert file.schema_arrow.remove_metadata().equals(schema)
         assert file.metadata.row_group(0).column(0).compression == "ZSTD"
-        assert file.metadata.num_rows == manifest["num_rows"][name] > 0
+        assert file.metadata.num_rows == manifest["num_rows"][name]
+        assert file.metadata.num_rows > 0 or name in MAY_BE_EMPTY
     assert json.loads((root / "report" / "manifest.json").read_text()) == json.loads(json.dumps(manifest))
     assert all(Path(path).is_file() for path in manifest["paths"].values())
 

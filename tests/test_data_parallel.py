@@ -16,10 +16,11 @@ import pytest
 
 from dflash_core.data import PrepareProgress, expand_files, files
 from dflash_core.data import progress as progress_module
-from dflash_core.data.pool import OrderedWork, default_num_workers
+from dflash_core.data.pool import OrderedWork
 from dflash_core.data.sources import RawChunk
 from dflash_core.data.worker import EncodeSettings, PartJob
 from dflash_core.errors import DataError
+from dflash_core.processes import default_num_processes
 from tests.test_data_prepare import content, parts, prepare, row, visible, write
 from tests.test_data_tokenizer import byte_tokenizer
 
@@ -175,14 +176,14 @@ def test_no_process_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal
 
 
 class Recorder:
-    """Stands for `_Processes`."""
+    """Stands for `Processes`."""
 
     started = 0
 
     def __init__(self, *arguments: Any) -> None:
         Recorder.started += 1
 
-    def submit(self, job: PartJob, chunk: RawChunk) -> Any:
+    def submit(self, work: Any, job: PartJob, chunk: RawChunk) -> Any:
         from concurrent.futures import Future
 
         future: Future[str] = Future()
@@ -197,7 +198,7 @@ class Recorder:
 def test_results_come_in_order_and_little_work_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, num_chunks: int, started: int
 ) -> None:
-    monkeypatch.setattr("dflash_core.data.pool._Processes", Recorder)
+    monkeypatch.setattr("dflash_core.data.pool.Processes", Recorder)
     monkeypatch.setattr("dflash_core.data.pool.write_part", lambda encoder, settings, job, chunk: job.name)
     monkeypatch.setattr(Recorder, "started", 0)
     settings = EncodeSettings(100, "truncate", {}, {}, "reject")
@@ -217,7 +218,7 @@ def test_results_come_in_order_and_little_work_starts_no_process(
 
 
 def test_the_default_is_one_process_for_each_core_that_may_be_used() -> None:
-    assert default_num_workers() == len(os.sched_getaffinity(0))
+    assert default_num_processes() == len(os.sched_getaffinity(0))
 
 
 def test_small_files_get_small_chunks_and_other_chunks_are_other_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,8 +167,8 @@ def test_of_an_evaluation_that_was_made_again_the_last_one_is_shown() -> None:
     written += [{**row, "metric": "acceptance_length", "position": None, "value": value} for value in (1.0, 2.0)]
     table = pa.Table.from_pandas(pd.DataFrame(written))
     run = cast(Any, SimpleNamespace(evals=table))
-    assert evals(run, "trained", "prefix_survival")["value"].tolist() == [0.5, 0.5]
-    assert evals(run, "trained", "acceptance_length")["value"].tolist() == [2.0]
+    assert evals(run.evals, "trained", "prefix_survival")["value"].tolist() == [0.5, 0.5]
+    assert evals(run.evals, "trained", "acceptance_length")["value"].tolist() == [2.0]
 
 
 def test_a_draft_with_numbers_that_are_not_finite_is_not_measured(run: tuple[Any, Path], tmp_path: Path) -> None:

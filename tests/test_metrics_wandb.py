@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dflash_core.metrics.panels import NAME_SPACES
 from dflash_core.metrics.wandb_sink import WandbSink
 
 
@@ -39,21 +40,27 @@ def test_offline_run_is_complete_and_leaves_no_process_and_no_environment(
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
     assert dict(os.environ) == before
     (written,) = (tmp_path / "wandb").rglob("*.wandb")
-    history = inspect(written, tmp_path)
+    history, axes = inspect(written, tmp_path)
+    assert axes["train/loss"] == "train/step" and axes["queue/depth/target_1"] == "queue/step"
+    assert set(axes) == {name for row in history for name in row} - {f"{space}/step" for space in NAME_SPACES} - {
+        "_step", "_runtime", "_timestamp",
+    }  # fmt: skip
     assert len(history) == 101
     assert sum("train/loss" in row for row in history) == 50 and sum("queue/depth/target_1" in row for row in history) == 50
     assert history[-1]["eval/trained/all/acceptance_length"] == 2.5
     assert {path.name for path in tmp_path.iterdir()} == {"wandb", "home"}
 
 
-def inspect(path: Path, folder: Path) -> list[dict[str, object]]:
-    """The logged rows of an offline file, read by the client's own tool."""
+def inspect(path: Path, folder: Path) -> tuple[list[dict[str, object]], dict[str, str]]:
+    """The logged rows of an offline file, and the step axis of each name, read by the client's own tool."""
     (folder / "home").mkdir()
     environment = {**os.environ, "HOME": str(folder / "home"), "WANDB_MODE": "offline"}
     command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment, cwd=folder)
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    return [flat(record["history"]) for record in records if record["type"] == "history"]
+    metrics = [record["metric"] for record in records if record["type"] == "metric"]
+    axes = {metric["name"]: metric["step_metric"] for metric in metrics if "step_metric" in metric}
+    return [flat(record["history"]) for record in records if record["type"] == "history"], axes
 
 
 def flat(history: dict[str, object]) -> dict[str, object]:

@@ -337,6 +337,7 @@ print("failure:", supervisor.failure, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_and_continued_goes_on() -> None:
     """SIGSTOP for longer than every limit, as a frozen machine does it."""
     child = subprocess.Popen([sys.executable, "-c", STOPPED_PROCESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

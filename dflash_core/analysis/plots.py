@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from dflash_core.analysis.reader import matrix, numbers
+from dflash_core.analysis.one_run import RunAnalysis
+from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.run_tables import evals
-from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import FloatArray, running_median
 
 PALETTE = ("#2f7fd8", "#e2711d", "#2a9d6f", "#c2529b", "#8a6fd1", "#a98600", "#d1495b", "#4a99a8")
@@ -87,10 +87,10 @@ def _small(values: FloatArray) -> FloatArray:
     return np.asarray(values, dtype=np.float32)
 
 
-def _series_figure(runs: Sequence[Run], column: str, width: int) -> go.Figure:
+def _series_figure(runs: Sequence[RunAnalysis], column: str, width: int) -> go.Figure:
     figure = go.Figure()
     for i, run in enumerate(runs):
-        x, y = numbers(run.steps, "step"), numbers(run.steps, column)
+        x, y = numbers(run.curves, "step"), numbers(run.curves, column)
         y = np.where(np.isfinite(y), y, np.nan)
         style = {"legendgroup": run.run_id, "line": {"color": colour(i), "width": 1}, "opacity": 0.35, "hoverinfo": "skip"}
         if len(runs) <= MAX_RAW_SERIES:
@@ -103,15 +103,15 @@ def _series_figure(runs: Sequence[Run], column: str, width: int) -> go.Figure:
     return figure
 
 
-def _series_caption(runs: Sequence[Run], width: int) -> str:
+def _series_caption(runs: Sequence[RunAnalysis], width: int) -> str:
     thick = f"unning median over {width} steps."
     return f"Thin: each step. Thick: r{thick}" if len(runs) <= MAX_RAW_SERIES else f"R{thick}"
 
 
-def loss_plot(runs: Sequence[Run], width: int) -> Plot:
+def loss_plot(runs: Sequence[RunAnalysis], width: int) -> Plot:
     figure = _layout(_series_figure(runs, "loss", width), "optimizer step", "loss, nats")
     caption = f"{_series_caption(runs, width)} Scatter around the median is what mixing changes."
-    losses = np.concatenate([numbers(run.steps, "loss") for run in runs])
+    losses = np.concatenate([numbers(run.curves, "loss") for run in runs])
     losses = losses[np.isfinite(losses)]
     if len(losses):
         # The first steps of an untrained draft are many times what follows and would flatten the rest of the curve.
@@ -122,9 +122,9 @@ def loss_plot(runs: Sequence[Run], width: int) -> Plot:
     return Plot("loss", "Loss", caption, figure)
 
 
-def grad_norm_plot(runs: Sequence[Run], width: int) -> Plot:
+def grad_norm_plot(runs: Sequence[RunAnalysis], width: int) -> Plot:
     figure = _layout(_series_figure(runs, "grad_norm", width), "optimizer step", "gradient norm (log)", log_y=True)
-    limits = {run.setting("train.clip_norm") for run in runs}
+    limits = {run.facts.setting("train.clip_norm") for run in runs}
     caption = f"Norm before clipping. {_series_caption(runs, width)}"
     limit = next(iter(limits))
     if len(limits) == 1 and isinstance(limit, (int, float)) and limit > 0:
@@ -133,7 +133,7 @@ def grad_norm_plot(runs: Sequence[Run], width: int) -> Plot:
     return Plot("grad_norm", "Gradient norm", caption, figure)
 
 
-def run_length_plot(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], lengths: pd.DataFrame) -> Plot:
+def run_length_plot(runs: Sequence[RunAnalysis], rows: Sequence[Mapping[str, Any]], lengths: pd.DataFrame) -> Plot:
     """`rows` are those of `runs`, `lengths` the `run_lengths` table."""
     figure = go.Figure()
     flat = lengths[lengths["level"] == "flat"].groupby(["run_id", "run_length"])["count"].sum()
@@ -191,9 +191,9 @@ def _by_source(bins: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(str(name), sums[sums["source"] == name]) for name in names]
 
 
-def queue_plots(runs: Sequence[Run]) -> list[Plot]:
+def queue_plots(runs: Sequence[RunAnalysis]) -> list[Plot]:
     """One plot per run, of the first few runs that recorded depths; all with the same scale."""
-    found = [(run, *recorded) for run in runs if (recorded := _depths(run)) is not None][:MAX_QUEUE_PLOTS]
+    found = [(run, run.depths.step, run.depths.depths) for run in runs if run.depths is not None][:MAX_QUEUE_PLOTS]
     top = max((float(np.nanmax(depths)) for _, _, depths in found), default=0.0)
     plots = []
     for number, (run, step, depths) in enumerate(found):
@@ -209,17 +209,7 @@ def queue_plots(runs: Sequence[Run]) -> list[Plot]:
     return plots
 
 
-def _depths(run: Run) -> tuple[FloatArray, FloatArray] | None:
-    """Steps and depths [snapshots, targets]: of the monitor's snapshots, or of the steps where there are none."""
-    for table in (run.stats, run.steps):
-        depths = matrix(table, "prefetch_depths")
-        known = np.isfinite(depths).any(axis=1) if depths.shape[1] else np.zeros(len(depths), dtype=bool)
-        if known.any():
-            return numbers(table, "step")[known], depths[known]
-    return None
-
-
-def acceptance_plots(runs: Sequence[Run]) -> list[Plot]:
+def acceptance_plots(runs: Sequence[RunAnalysis]) -> list[Plot]:
     """Acceptance by slot, from the last evaluation of each run; none where no run was evaluated."""
     plots = []
     for metric, title, caption in (
@@ -237,7 +227,7 @@ def acceptance_plots(runs: Sequence[Run]) -> list[Plot]:
         figure = go.Figure()
         for i, run in enumerate(runs):
             for kind, dash in (("trained", "solid"), ("untrained", "dot")):
-                rows = evals(run, kind, metric)
+                rows = evals(run.evals, kind, metric)
                 rows = rows[(rows["source"] == "all") & rows["position"].notna()]
                 rows = rows[rows["step"] == rows["step"].max()] if rows["step"].notna().any() else rows
                 if len(rows):

@@ -91,14 +91,14 @@ def acceptance(run: Run, kind: str) -> float | None:
     stated = run.manifest.get("acceptance_length" if kind == "trained" else "acceptance_length_untrained")
     if stated is not None:
         return float(stated)
-    rows = evals(run, kind, "acceptance_length")
+    rows = evals(run.evals, kind, "acceptance_length")
     rows = rows[(rows["source"] == "all") & rows["position"].isna()]
     return float(rows["value"].iloc[-1]) if len(rows) else None
 
 
-def evals(run: Run, kind: str, metric: str) -> pd.DataFrame:
-    """Evaluation rows of a kind and metric, by step and position; of one that was made again, the last."""
-    frame: pd.DataFrame = run.evals.to_pandas()
+def evals(table: pa.Table, kind: str, metric: str) -> pd.DataFrame:
+    """Rows of the stream `evals` of a kind and metric, by step and position; of one that was made again, the last."""
+    frame: pd.DataFrame = table.to_pandas()
     found = frame[(frame["kind"] == kind) & (frame["metric"] == metric)]
     found = found.drop_duplicates(["step", "source", "position"], keep="last")
     return found.sort_values(["step", "position"], kind="stable")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,8 @@ COMPARABLE_KEYS = ("bucketing.batches_per_step", "bucketing.token_budget")
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run folder (docs/design.md 4), with the last attempt of each step only.
-
-    `steps` is sorted by step and `batches` by sequence number: the order in which they were trained.
-    """
+class RunFacts:
+    """What a run folder says about the run besides its metrics."""
 
     folder: Path
     run_id: str
@@ -34,12 +31,6 @@ class Run:
     manifest: Mapping[str, Any]
     config: Mapping[str, Any]
     provenance: Mapping[str, Any]
-    num_attempts: int
-    steps: pa.Table
-    batches: pa.Table
-    evals: pa.Table
-    events: pa.Table
-    stats: pa.Table
 
     def setting(self, dotted: str) -> Any:
         """The value of `bucketing.order` and the like, None where the configuration has no such key."""
@@ -49,6 +40,21 @@ class Run:
                 return None
             value = value[key]
         return value
+
+
+@dataclass(frozen=True)
+class Run(RunFacts):
+    """A run folder (docs/design.md 4), with the last attempt of each step only.
+
+    `steps` is sorted by step and `batches` by sequence number: the order in which they were trained.
+    """
+
+    num_attempts: int
+    steps: pa.Table
+    batches: pa.Table
+    evals: pa.Table
+    events: pa.Table
+    stats: pa.Table
 
     @property
     def num_buckets(self) -> int:
@@ -62,6 +68,21 @@ class Run:
         return numbers(self.batches, "bucket").astype(np.int64)
 
 
+def load_facts(folder: Path) -> RunFacts:
+    """Read a run folder's documents.
+
+    Raises:
+        UserError: it is no run folder; names the file.
+        DataError: a document is damaged.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder")
+    manifest, config = _document(folder / "manifest.json"), _document(folder / "config.yaml")
+    provenance = _document(folder / "provenance.json") if (folder / "provenance.json").is_file() else {}
+    run_id = str(manifest.get("run_id") or folder.name)
+    return RunFacts(folder, run_id, str(manifest.get("name") or run_id), manifest, config, provenance)
+
+
 def load_run(folder: Path) -> Run:
     """Read a run folder. The metrics of a run that has ended are compacted to Parquet on the way.
 
@@ -69,12 +90,13 @@ def load_run(folder: Path) -> Run:
         UserError: it is no run folder, or the run has no finished step; names the file.
         DataError: a file is damaged; names file and row.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such run folder")
-    manifest = _document(folder / "manifest.json")
-    config = _document(folder / "config.yaml")
-    provenance = _document(folder / "provenance.json") if (folder / "provenance.json").is_file() else {}
-    compact = manifest.get("state") in ENDED
+    return load_metrics(load_facts(folder))
+
+
+def load_metrics(facts: RunFacts) -> Run:
+    """Read the metrics of a run; see `load_run`."""
+    folder = facts.folder
+    compact = facts.manifest.get("state") in ENDED
     streams = {name: read_stream(folder, name, compact=compact) for name in ("steps", "batches", "evals", "events", "stats")}
     for name in ("steps", "batches"):
         if not len(streams[name]):
@@ -83,14 +105,8 @@ def load_run(folder: Path) -> Run:
         for column in columns:
             if streams[name][column].null_count:
                 raise DataError(f"{folder / 'metrics' / name}.jsonl: rows without {column}")
-    run_id = str(manifest.get("run_id") or folder.name)
     return Run(
-        folder=folder,
-        run_id=run_id,
-        name=str(manifest.get("name") or run_id),
-        manifest=manifest,
-        config=config,
-        provenance=provenance,
+        **{field.name: getattr(facts, field.name) for field in fields(RunFacts)},
         num_attempts=int(numbers(streams["steps"], "attempt", missing=0).max()) + 1,
         steps=_one_per_key(streams["steps"], "step"),
         batches=_one_per_key(last_attempts(streams["batches"]), "seq_no"),
@@ -121,17 +137,17 @@ def _one_per_key(table: pa.Table, key: str) -> pa.Table:
     return table.take(pa.array(order[is_last]))
 
 
-def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read several run folders.
+def load_all_facts(folders: Sequence[Path]) -> list[RunFacts]:
+    """Read the documents of several run folders; runs of one name get their ids for names.
 
     Raises:
         UserError: no folder was given, or two hold the same run.
     """
     if not folders:
         raise UserError("no run folders to analyse")
-    runs: dict[str, Run] = {}
+    runs: dict[str, RunFacts] = {}
     for folder in folders:
-        run = load_run(folder)
+        run = load_facts(folder)
         if run.run_id in runs:
             raise UserError(f"{folder}: run {run.run_id} is already given as {runs[run.run_id].folder}")
         runs[run.run_id] = run
@@ -140,7 +156,12 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
     return [replace(run, name=run.run_id) if times[run.name] > 1 else run for run in runs.values()]
 
 
-def incomparable(runs: Sequence[Run]) -> list[str]:
+def load_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read several run folders whole, all at once in memory; raises as `load_all_facts` and `load_metrics` do."""
+    return [load_metrics(facts) for facts in load_all_facts(folders)]
+
+
+def incomparable(runs: Sequence[RunFacts]) -> list[str]:
     """What forbids a plain comparison: other data, target or step size. One line per difference, none when all agree."""
     values = {field: [run.manifest.get(field) for run in runs] for field in COMPARABLE_FIELDS}
     values |= {key: [run.setting(key) for run in runs] for key in COMPARABLE_KEYS}
@@ -151,7 +172,7 @@ def incomparable(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def config_differences(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
     """The dotted configuration keys that the runs do not share, with one value per run; the run's own name is left out."""
     flat = [_flatten(run.config) for run in runs]
     keys = sorted({key for config in flat for key in config})

@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_core.analysis.checkpoints import checkpoint_line
 from dflash_core.analysis.compare import excludes_zero, find
-from dflash_core.analysis.runs import Run, config_differences
+from dflash_core.analysis.runs import RunFacts, config_differences
 
 Row = Mapping[str, Any]
 
@@ -74,7 +74,9 @@ def signed(value: float | None) -> str:
     return "–" if value is None else ("+" if value > 0 else "") + number(value)
 
 
-def summary_lines(runs: Sequence[Run], rows: Sequence[Row], comparisons: Sequence[Row], differences: Sequence[str]) -> list[str]:
+def summary_lines(
+    runs: Sequence[RunFacts], rows: Sequence[Row], comparisons: Sequence[Row], differences: Sequence[str]
+) -> list[str]:
     """The findings in plain words, most important first; of many runs only what they have in common.
 
     `differences` are those that forbid a plain comparison.
@@ -97,7 +99,7 @@ def summary_lines(runs: Sequence[Run], rows: Sequence[Row], comparisons: Sequenc
     return lines
 
 
-def _what(runs: Sequence[Run], rows: Sequence[Row]) -> str:
+def _what(runs: Sequence[RunFacts], rows: Sequence[Row]) -> str:
     states = ", ".join(f"{row['name']} ({number(row['num_steps'])} steps, {row['state'] or 'unknown state'})" for row in rows)
     if len(runs) == 1:
         return f"One run: {states}."

@@ -83,6 +83,29 @@ TABLES: dict[str, pa.Schema] = {
         run_id=_text, attempt=_int, step=_int, snapshot_s=_float, wait_s=_float, write_s=_float, num_bytes=_int, num_steps=_int,
         slowdown=_float,
     ),
+    "curves": _schema(
+        run_id=_text, step=_int, num_anchors_seen=_int, loss=_float, loss_adjusted=_float, grad_norm=_float,
+        expected_acceptance_length=_float,
+    ),
+    "findings": _schema(
+        run_id=_text, kind=_text, strength=_text, title=_text, text=_text, advice=_text, measure=_text, value=_float, unit=_text,
+        low=_float, high=_float, threshold=_float, table=_text, rows=_text, evidence=_text, at_steps=pa.list_(_int),
+    ),
+    "loss_parts": _schema(run_id=_text, part=_text, share=_float, low=_float, high=_float, sd=_float),
+    "run_positions": _schema(
+        run_id=_text, level=_text, position=_int, num_steps=_int, grad_norm_mean=_float, grad_norm_low=_float,
+        grad_norm_high=_float, loss_mean=_float, loss_low=_float, loss_high=_float,
+    ),
+    "waits": _schema(run_id=_text, cell=_int, stage=_text, seconds=_float, share_of_time=_float, per_batch_s=_float),
+    "progress": _schema(
+        run_id=_text, num_anchors_seen=_int, step=_int, loss=_float, loss_low=_float, loss_high=_float, loss_adjusted=_float,
+        expected_acceptance_length=_float, acceptance_length=_float,
+    ),
+    "groups": _schema(group=_text, metric=_text, num_runs=_int, mean=_float, sd=_float, low=_float, high=_float, unit=_text),
+    "group_comparisons": _schema(
+        metric=_text, group_a=_text, group_b=_text, num_a=_int, num_b=_int, paired=_flag, value_a=_float, value_b=_float,
+        difference=_float, ci_low=_float, ci_high=_float, effect_size=_float, effect_kind=_text, unit=_text,
+    ),
     "comparisons": _schema(
         metric=_text, run_a=_text, run_b=_text, value_a=_float, value_b=_float, difference=_float, ci_low=_float, ci_high=_float,
         effect_size=_float, effect_kind=_text, unit=_text,

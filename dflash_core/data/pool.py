@@ -1,19 +1,14 @@
 """Tokenizing in several processes: jobs go in, and their results come out in the same order.
 
 Work that is less than one chunk for each process is done here, without starting any. At most two chunks per process
-are in memory at once, whatever the size of the corpus. When the block ends, however it ends, no process is left: each
-holds the reading end of a pipe whose writing end only we have, and ends when that closes, which a SIGKILL cannot
-prevent. (The standard library's fork server and resource tracker, which have no work of their own, stay until this
-process ends.)
+are in memory at once, whatever the size of the corpus. When the block ends, however it ends, no process is left.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
 from collections import deque
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -22,6 +17,7 @@ from dflash_core.data.parts import PartSummary
 from dflash_core.data.sources import RawChunk
 from dflash_core.data.worker import EncodeSettings, PartJob, make_encoder, start_process, write_part, write_part_here
 from dflash_core.errors import DataError
+from dflash_core.processes import Processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -31,33 +27,6 @@ if TYPE_CHECKING:
 PRELOAD = ["dflash_core.data.worker", "transformers.tokenization_utils_tokenizers", "transformers.utils.chat_template_utils"]
 
 Label = TypeVar("Label")
-
-
-def default_num_workers() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-class _Processes:
-    """A pool of tokenizing processes that can be ended at once."""
-
-    def __init__(self, num_workers: int, tokenizer: PreTrainedTokenizerFast, settings: EncodeSettings) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._lifeline, self._our_end = context.Pipe(duplex=False)
-        arguments = (self._lifeline, pickle.dumps(tokenizer), settings)
-        self._executor = ProcessPoolExecutor(num_workers, context, start_process, arguments)
-
-    def submit(self, job: PartJob, chunk: RawChunk) -> Future[PartSummary]:
-        return self._executor.submit(write_part_here, job, chunk)
-
-    def close(self, at_once: bool) -> None:
-        """Wait for the processes to end; `at_once` ends them in the middle of their work."""
-        if at_once:
-            self._our_end.close()
-        self._executor.shutdown(wait=True, cancel_futures=True)
-        self._our_end.close()
-        self._lifeline.close()
 
 
 @dataclass(slots=True)
@@ -80,7 +49,7 @@ class OrderedWork(Generic[Label]):
         self._num_workers, self._tokenizer, self._settings = num_workers, tokenizer, settings
         self._queue: deque[_Entry[Label]] = deque()
         self._num_jobs = 0
-        self._processes: _Processes | None = None
+        self._processes: Processes | None = None
         self._encoder: ChatEncoder | None = None
         self._processes_work = False
 
@@ -108,7 +77,9 @@ class OrderedWork(Generic[Label]):
         self._num_jobs += 1
         waiting = [entry for entry in self._queue if entry.work is not None]
         if self._processes is None and self._num_workers > 1 and len(waiting) == self._num_workers:
-            self._processes = _Processes(self._num_workers, self._tokenizer, self._settings)
+            self._processes = Processes(
+                self._num_workers, start_process, (pickle.dumps(self._tokenizer), self._settings), PRELOAD
+            )
         if self._processes is not None:
             for entry in waiting:
                 self._start(self._processes, entry)
@@ -134,10 +105,10 @@ class OrderedWork(Generic[Label]):
         self._processes_work = True
         return entry.label, result
 
-    def _start(self, processes: _Processes, entry: _Entry[Label]) -> None:
+    def _start(self, processes: Processes, entry: _Entry[Label]) -> None:
         if entry.work is not None:
             try:
-                entry.future = processes.submit(*entry.work)
+                entry.future = processes.submit(write_part_here, *entry.work)
             except BrokenProcessPool as error:
                 raise self._broken() from error
             entry.work = None

@@ -19,7 +19,6 @@ from dflash_core.data.dataset import Dataset
 from dflash_core.data.files import adopt_parts, remove_other_parts, remove_unfinished, take_files
 from dflash_core.data.histogram import write_length_bins
 from dflash_core.data.merge import Merged, merge_parts
-from dflash_core.data.pool import default_num_workers
 from dflash_core.data.progress import PrepareProgress, ProgressCounter
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
 from dflash_core.data.sources import expand_files, one_line
@@ -28,6 +27,7 @@ from dflash_core.data.tokenize_files import TokenizeJob
 from dflash_core.data.tokenizer import chat_template_digest, tokenizer_digest
 from dflash_core.data.worker import EncodeSettings
 from dflash_core.errors import DataError
+from dflash_core.processes import default_num_processes
 from dflash_core.provenance import digest_json, write_json
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class _Job:
         counter = ProgressCounter(progress, len(self._files), total)
         strict = self._config.on_bad_row == "error"
         job = TokenizeJob(tokens, self._settings, self._config.shard_sequences, strict, counter)
-        job.run(self._files, self._tokenizer, self._config.num_workers or default_num_workers())
+        job.run(self._files, self._tokenizer, self._config.num_workers or default_num_processes())
         merged = merge_parts(building, self._files, self._origin["tokenizer_sha256"])
         if not merged.counts["num_sequences"]:
             raise DataError(self._nothing_usable(merged))

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -157,15 +154,9 @@ def has_supervised_pair(loss_mask: NDArray[np.bool_]) -> bool:
 _encoder: tuple[ChatEncoder, EncodeSettings] | None = None
 
 
-def start_process(lifeline: Connection, tokenizer: bytes, settings: EncodeSettings) -> None:
-    """First thing in a tokenizing process.
-
-    It ends when the other end of `lifeline` is closed: by the parent that gives up, or by the kernel when the parent
-    is gone, in whatever way. Ctrl-C is the parent's business alone.
-    """
+def start_process(tokenizer: bytes, settings: EncodeSettings) -> None:
+    """First thing in a tokenizing process."""
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(lifeline,), name="lifeline", daemon=True).start()
     # There are as many processes as there is work for cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
@@ -176,13 +167,6 @@ def start_process(lifeline: Connection, tokenizer: bytes, settings: EncodeSettin
     # What is here now stays, and rows leave few cycles behind: looking through all of it often costs some percent.
     gc.freeze()
     gc.set_threshold(50_000)
-
-
-def _end_with(lifeline: Connection) -> None:
-    try:
-        lifeline.poll(None)
-    finally:
-        os._exit(1)
 
 
 def write_part_here(job: PartJob, chunk: RawChunk) -> PartSummary:

@@ -1,4 +1,4 @@
-"""One line of progress now and then, through the log, so that it reaches the terminal, the run's log file and Prefect alike."""
+"""One line of progress now and then, through the log, so that it reaches terminal, log file and Prefect alike."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 from dflash_core.metrics.sinks import OptionalSink, check_stream
 
 logger = logging.getLogger(__name__)
+PROGRESS_LOGGER = f"{__name__}.progress"  # of the lines that a live display stands in for
+progress = logging.getLogger(PROGRESS_LOGGER)
 
 SUMMED_FIELDS = ("num_tokens", "num_anchors", "step_s", "data_wait_s", "target_wait_s", "forward_s", "backward_s", "skipped")
 
@@ -50,7 +52,7 @@ class ConsoleSink(OptionalSink):
             line = self._line(row)
             self._last_line, self._num_steps = now, 0
             self._sums = dict.fromkeys(SUMMED_FIELDS, 0.0)
-        logger.info("%s", line)
+        progress.info("%s", line)
 
     def flush(self) -> None:
         pass

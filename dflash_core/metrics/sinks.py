@@ -260,9 +260,10 @@ class FanOut:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - whatever an optional sink raises, the run goes on
+            level = logging.DEBUG if id(sink) in self._failed else logging.WARNING  # it is told once
             self._failed.add(id(sink))
             name = getattr(sink, "name", type(sink).__name__)
-            logger.warning("%s is switched off: %s failed: %s: %s", name, action, type(error).__name__, error)
+            logger.log(level, "%s is switched off: %s failed: %s: %s", name, action, type(error).__name__, error)
 
 
 class RunLog:

@@ -25,7 +25,7 @@ FOLDER_VARIABLES = {"WANDB_DIR": "", "WANDB_CACHE_DIR": "cache", "WANDB_CONFIG_D
 
 
 class WandbSink(OptionalSink):
-    """Charts `steps`, `stats` and `evals` rows; `batches` and `events` stay in the JSONL files.
+    """Charts `steps`, `stats` and `evals` rows and the validations among `events`; the others stay in the JSONL files.
 
     One at a time in a process. A resumed run continues under the same `run_id`.
 
@@ -42,6 +42,7 @@ class WandbSink(OptionalSink):
         self, mode: Literal["offline", "online", "disabled"], project: str, run_id: str, folder: Path, config: Mapping[str, Any]
     ) -> None:
         self._lock = threading.Lock()
+        self._defined: set[str] = {f"{space}/step" for space in NAME_SPACES}
         self._environment = {"WANDB_MODE": mode, "WANDB_SILENT": "true"}
         for name, below in FOLDER_VARIABLES.items():
             path = folder / below
@@ -63,7 +64,6 @@ class WandbSink(OptionalSink):
             )
             for space in NAME_SPACES:
                 self._run.define_metric(f"{space}/step", hidden=True)
-                self._run.define_metric(f"{space}/*", step_metric=f"{space}/step")
         except BaseException:
             self.close()
             raise
@@ -75,7 +75,15 @@ class WandbSink(OptionalSink):
         values = panel_values(stream, row)
         with self._lock:
             if values and self._run is not None:
+                self._define(values)
                 self._run.log(values)
+
+    def _define(self, values: Mapping[str, float]) -> None:
+        """Give each new name its step axis, one by one: a pattern (`queue/*`) leaves it open whether it means deeper names."""
+        for name in values:
+            if name not in self._defined:
+                self._defined.add(name)
+                self._run.define_metric(name, step_metric=f"{name.split('/', 1)[0]}/step")
 
     def flush(self) -> None:
         """Nothing to do: rows go to W&B's own writer process at once, which offers no call to wait for it."""

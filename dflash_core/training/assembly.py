@@ -12,7 +12,7 @@ from typing import Any
 from dflash_core.data import Dataset
 from dflash_core.errors import CheckpointError, StageError
 from dflash_core.metrics.background import BackgroundSink
-from dflash_core.metrics.console import ConsoleSink
+from dflash_core.metrics.live import console_sinks
 from dflash_core.metrics.sinks import FanOut, JsonlSink, MetricsSink, RunLog
 from dflash_core.metrics.wandb_sink import WandbSink
 from dflash_core.model.anchors import default_gamma, slot_weights
@@ -187,6 +187,7 @@ def build_cell(
         fingerprints = {"plan": made.fingerprint, "config": digest_json(job.identity)}
         fingerprints |= {key: job.identity[key] for key in ("dataset", "tokenizer", "target_weights")}
         write_json(job.run.provenance, provenance([devices.draft, *devices.targets], fingerprints))
+        job.run.update_manifest(num_planned_steps=plan.num_steps)
     sink = _open_sinks(job, group, attempt, plan.num_steps)  # last of what can fail: from here on somebody closes it
     if made.checked is not None:
         _log_self_checks(sink, group.rank, first_step, made.checked)
@@ -250,7 +251,7 @@ def _make_prefetcher(
 def _open_sinks(job: TrainingJob, group: CellGroup, attempt: int, num_steps: int) -> RunLog:
     sinks: list[MetricsSink] = [JsonlSink(job.run.metrics)]
     if group.is_first:
-        sinks.append(ConsoleSink(num_steps, job.metrics.console_every_s))
+        sinks += console_sinks(job.run_id, num_steps, job.metrics.console_every_s)
         _add_wandb(job, sinks)
     return RunLog(FanOut(sinks), job.run_id, attempt)
 

@@ -1,0 +1,27 @@
+"""All detectors over one run, and their findings as rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from dflash_core.analysis.findings.finding import KINDS, STRENGTHS, Context, Detector, Finding
+from dflash_core.analysis.runs import Run
+
+DETECTORS: tuple[Detector, ...] = ()
+
+
+def find_all(run: Run, context: Context, detectors: Sequence[Detector] = DETECTORS) -> list[Finding]:
+    """What the detectors find in a run, strongest first. Each draws from a random generator of its own."""
+    found: list[Finding] = []
+    for detector, rng in zip(detectors, context.rng.spawn(len(detectors)), strict=True):
+        found += detector(run, replace(context, rng=rng))
+    kinds = list(KINDS)
+    return sorted(found, key=lambda one: (STRENGTHS.index(one.strength), kinds.index(one.kind)))
+
+
+def finding_rows(found: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Rows of the table `findings`; `evidence` is JSON text."""
+    return [{**asdict(one), "evidence": json.dumps(one.evidence), "at_steps": list(one.at_steps)} for one in found]

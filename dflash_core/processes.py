@@ -1,0 +1,69 @@
+"""A pool of processes that ends with us, however we end.
+
+Each process holds the reading end of a pipe whose writing end only we have, and ends when that closes, which a SIGKILL
+cannot prevent. (The standard library's fork server and resource tracker, which have no work of their own, stay until this
+process ends.)
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def default_num_processes() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class Processes:
+    """A pool of processes that can be ended at once.
+
+    Args:
+        num_processes: how many.
+        start: called first in each process, with `arguments`.
+        preload: modules that the fork server imports once for all of them.
+    """
+
+    def __init__(
+        self, num_processes: int, start: Callable[..., None], arguments: tuple[Any, ...] = (), preload: Sequence[str] = ()
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(preload))
+        self._lifeline, self._our_end = context.Pipe(duplex=False)
+        self._executor = ProcessPoolExecutor(num_processes, context, _start, (self._lifeline, start, arguments))
+
+    def submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Queue a call; raises `BrokenProcessPool`, as the future does, when a process was killed."""
+        return self._executor.submit(work, *arguments)
+
+    def close(self, at_once: bool) -> None:
+        """Wait for the processes to end; `at_once` ends them in the middle of their work."""
+        if at_once:
+            self._our_end.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._our_end.close()
+        self._lifeline.close()
+
+
+def _start(lifeline: Connection, start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """First thing in a process. Ctrl-C is the parent's business alone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(lifeline,), name="lifeline", daemon=True).start()
+    start(*arguments)
+
+
+def _end_with(lifeline: Connection) -> None:
+    """End when the other end is closed: by the parent that gives up, or by the kernel when the parent is gone."""
+    try:
+        lifeline.poll(None)
+    finally:
+        os._exit(1)
