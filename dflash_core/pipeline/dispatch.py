@@ -27,7 +27,7 @@ Choice = Callable[[int], int]
 PRIVATE: tuple[Policy, ...] = ("per_worker", "per_worker_skipping")
 # Share of the items drawn by a worker that it skips: far more than the field has seen, so that hundreds of batches show what
 # there took many thousands.
-SKIPPED_SHARE = 0.5
+SKIPPED_SHARE = 2 / 3
 
 
 class PrivateCounter:
