@@ -17,7 +17,8 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from dflash_core.analysis import SCHEMA_VERSION, analyze_runs
-from dflash_core.analysis.plots import length_plot, log_ticks, thin
+from dflash_core.analysis.plots import log_ticks, thin
+from dflash_core.analysis.plots.order import length_plot
 from dflash_core.analysis.summary import number
 from dflash_core.analysis.tables import TABLES
 from dflash_core.config import AnalyzeConfig
@@ -116,7 +117,8 @@ class Loads(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.urls += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data", "poster")]
+        urls = [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data", "poster")]
+        self.urls += [url for url in urls if not url.startswith("#")]  # a place in the page itself
 
 
 def test_the_page_loads_nothing_and_has_the_plots(compared: tuple[Path, dict[str, Any]]) -> None:
@@ -129,15 +131,26 @@ def test_the_page_loads_nothing_and_has_the_plots(compared: tuple[Path, dict[str
     own = page.replace(get_plotlyjs(), "")
     assert not re.search(r"https?://|@import|url\(", own)
     figures = json.loads(re.search(r"const figures = (\{.*\});", own)[1])  # type: ignore[index]
-    expected = {"lengths", "run_lengths", "loss", "grad_norm", "queue_0", "queue_1", "prefix_survival", "conditional_acceptance"}
-    assert set(figures) == expected
+    expected = {
+        "lengths",
+        "run_lengths",
+        "run_lengths_step",
+        "loss",
+        "grad_norm",
+        "acceptance_over_training",
+        "queue_0",
+        "queue_1",
+    }
+    assert expected <= set(figures) and {"prefix_survival", "conditional_acceptance"} <= set(figures)
     for figure in figures.values():
-        assert figure["layout"]["xaxis"]["title"]["text"] and figure["layout"]["yaxis"]["title"]["text"]
+        below = figure["layout"].get("xaxis2", figure["layout"]["xaxis"])
+        assert below["title"]["text"] and figure["layout"]["yaxis"]["title"]["text"]
     assert figures["grad_norm"]["layout"]["yaxis"]["type"] == "log"
     assert any("R* = 2" in note["text"] for note in figures["run_lengths"]["layout"]["annotations"])
     assert len(figures["lengths"]["layout"]["shapes"]) == 5  # boundaries between six buckets
     assert "prefers-color-scheme: dark" in own and 'name="viewport"' in own
-    assert own.index("<h2>Summary") < own.index("<h2>Runs") < own.index('class="plots"')
+    order = [own.index(f"<h2>{title}</h2>") for title in ("Summary", "Findings", "In figures", "Runs", "Comparisons", "Buckets")]
+    assert order == sorted(order) and order[3] < own.index('class="plots"') < order[4]
 
 
 def test_texts_of_a_run_cannot_become_page_or_script(tmp_path: Path) -> None:
@@ -152,7 +165,8 @@ def test_texts_of_a_run_cannot_become_page_or_script(tmp_path: Path) -> None:
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
     figures = re.search(r"const figures = (.*);", page)[1]  # type: ignore[index]
     assert "<" not in figures
-    assert "&lt;img" in json.loads(figures)["loss"]["data"][1]["name"]  # plotly reads names as HTML
+    names = [trace.get("name", "") for trace in json.loads(figures)["loss"]["data"]]
+    assert any("&lt;/script" in name for name in names)  # plotly reads names as HTML
     markdown = (tmp_path / "report" / "report.md").read_text()
     assert "<img" not in markdown and r"\|a\*b\*" in markdown
 

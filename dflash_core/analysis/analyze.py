@@ -81,7 +81,8 @@ def analyze_runs(
     tables = {name: pa.concat_tables([run.tables[name] for run in runs]) for name in runs[0].tables}
     tables["comparisons"] = table_of("comparisons", comparisons)
     tables |= {name: table_of(name, []) for name in ("groups", "group_comparisons")}
-    report = build_report(Content(runs, comparisons, tables, config, differences, histogram, bins))
+    histories = {run.run_id: run.history for run in runs}
+    report = build_report(Content(runs, comparisons, tables, config, differences, histogram, bins, histories))
     (out_dir / "manifest.json").unlink(missing_ok=True)  # what is half replaced must not look finished
     for name, table in tables.items():
         write_table(out_dir / f"{name}.parquet", name, table.sort_by([(key, "ascending") for key in SORTED_BY[name]]))

@@ -16,6 +16,7 @@ from dflash_core.analysis.checkpoints import checkpoint_rows
 from dflash_core.analysis.compare import Estimate, estimates
 from dflash_core.analysis.findings.detect import find_all, finding_rows
 from dflash_core.analysis.findings.finding import Context, Finding
+from dflash_core.analysis.history import History, history_of
 from dflash_core.analysis.order import run_length_rows
 from dflash_core.analysis.reader import matrix, numbers
 from dflash_core.analysis.run_tables import bucket_rows, grad_norm_rows, run_row
@@ -45,6 +46,7 @@ class RunAnalysis:
         findings: what the detectors found, strongest first.
         evals: its evaluation rows.
         depths: None where they were not recorded.
+        history: moments and mixes over time.
     """
 
     facts: RunFacts
@@ -54,6 +56,7 @@ class RunAnalysis:
     findings: tuple[Finding, ...]
     evals: pa.Table
     depths: Depths | None
+    history: History
 
     @property
     def run_id(self) -> str:
@@ -103,6 +106,7 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
         findings=tuple(found),
         evals=run.evals,
         depths=_depths(run),
+        history=history_of(run),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jinja2 import Environment, StrictUndefined
@@ -10,60 +10,133 @@ from markupsafe import Markup
 from plotly.io import to_json
 from plotly.offline import get_plotlyjs
 
-from dflash_core.analysis.page import PAGE
+from dflash_core.analysis.page import PAGE, SCRIPT, STYLE
 from dflash_core.analysis.plots import Plot
 from dflash_core.analysis.summary import Table
+from dflash_core.analysis.told_findings import NOTHING, ToldFinding, ToldFindings
 
-WIDE_PLOTS = ("loss", "grad_norm")
+BOLD_NOTE = (
+    "Bold: the interval of the difference excludes zero. Intervals cover the noise between the steps of these runs (circular "
+    "block bootstrap), not the choice of the seed. Effect: the difference in standard deviations of the step noise (sd), or the "
+    "ratio of the two values (×)."
+)
+GROUPS_NOTE = "Intervals of groups cover the differences between their runs, which are those of the seeds. Bold: zero is outside."
+QUIET_NOTE = "A kind that needs more steps, or rows that were not recorded, says nothing."
+# An artifact is read in passing: of each run the strongest, the rest is in the page.
+MAX_MARKDOWN_FINDINGS = 6
+
+
+@dataclass(frozen=True)
+class PlotGroup:
+    """Plots under a common heading."""
+
+    title: str
+    plots: Sequence[Plot]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a report shows. All texts are plain; each renderer escapes them for its format."""
+    """What a report shows. All texts are plain; each renderer escapes them for its format.
+
+    Args:
+        states: of the runs that have not completed, a line each.
+        head: what the report is about and what was found, a few lines.
+        figures: the most important figures in words.
+    """
 
     title: str
     subtitle: str
-    summary: Sequence[str]
+    states: Sequence[str]
+    head: Sequence[str]
+    figures: Sequence[str]
+    findings: ToldFindings
     differences: Sequence[str]
     runs: Table
+    groups: Sequence[Table]
     comparisons: Sequence[Table]
     buckets: Table
-    plots: Sequence[Plot]
+    plots: Sequence[PlotGroup]
     notes: Sequence[str]
+
+    @property
+    def summary(self) -> list[str]:
+        return [*self.head, *self.figures]
 
 
 def to_html(report: Report) -> str:
     """One self-contained page: plotly's script and all data are inside. About 5 MB, nearly all of it the script."""
+    plots = [plot for group in report.plots for plot in group.plots]
     # Inside a script element only "<" can end it or open a comment; JSON may write it as an escape. plotly does so too, today.
-    figures = ",".join(f'"{plot.key}":{to_json(plot.figure, validate=False)}' for plot in report.plots).replace("<", "\\u003c")
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(PAGE)
+    figures = ",".join(f'"{plot.key}":{to_json(plot.figure, validate=False)}' for plot in plots).replace("<", "\\u003c")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    page = environment.from_string(PAGE)
     return page.render(
-        title=report.title,
-        subtitle=report.subtitle,
-        summary=report.summary,
-        differences=report.differences,
-        runs=report.runs,
-        comparisons=report.comparisons,
-        buckets=report.buckets,
-        plots=report.plots,
-        notes=report.notes,
-        wide=WIDE_PLOTS,
+        report=report,
+        sections=list(_sections(report)),
+        nothing=NOTHING,
+        quiet_note=QUIET_NOTE,
+        bold_note=BOLD_NOTE,
+        groups_note=GROUPS_NOTE,
+        style=Markup(STYLE),  # noqa: S704 - our own text
+        script=Markup(SCRIPT),  # noqa: S704 - our own text
         figures=Markup("{" + figures + "}"),  # noqa: S704 - JSON without "<", made above
         plotly_js=Markup(get_plotlyjs()),  # noqa: S704 - the library's own script
     )
 
 
+def _sections(report: Report) -> Iterator[tuple[str, str]]:
+    """Anchors and titles of the page's table of contents."""
+    yield "findings", "Findings"
+    yield "runs", "Runs"
+    for number, group in enumerate(report.plots):
+        yield f"plots-{number}", group.title
+    if report.groups:
+        yield "groups", "Groups"
+    if report.comparisons:
+        yield "comparisons", "Comparisons"
+    yield "buckets", "Buckets"
+
+
 def to_markdown(report: Report) -> str:
-    """The summary and the tables, for a place that shows Markdown."""
+    """The summary, the findings and the tables, for a place that shows Markdown."""
     parts = [f"# {_plain(report.title)}", _plain(report.subtitle)]
+    parts += [f"**{_plain(line)}**" for line in report.states]
     if report.differences:
         parts += ["**Not comparable as they are**", _bullets(report.differences)]
-    parts += ["## Summary", _bullets(report.summary), "## Runs", _table(report.runs)]
+    parts += ["## Summary", _bullets(report.head)]
+    parts += ["## Findings", *_findings(report.findings)]
+    if report.figures:
+        parts += ["## In figures", _bullets(report.figures)]
+    parts += ["## Runs", _table(report.runs)]
+    for table in report.groups:
+        parts += [f"## {_plain(table.title)}", _table(table), _plain(GROUPS_NOTE)]
     for table in report.comparisons:
         parts += [f"## {_plain(table.title)}", _table(table), "Bold: the 95 % interval of the difference excludes zero."]
     parts += ["## Buckets", _table(report.buckets)]
     parts += [_plain(note) for note in report.notes]
     return "\n\n".join(parts) + "\n"
+
+
+def _findings(told: ToldFindings) -> Iterator[str]:
+    """The strongest of each run; of many runs the matrix only."""
+    if not told.runs:
+        yield f"{NOTHING} Looked for: {_plain('; '.join(told.looked_for))}. {QUIET_NOTE}"
+    elif told.matrix is not None:
+        yield _table(told.matrix)
+        yield "Each finding with its evidence is in report.html and findings.parquet."
+    else:
+        for run in told.runs:
+            shown = run.findings[:MAX_MARKDOWN_FINDINGS]
+            yield f"### {_plain(run.name)}"
+            yield "\n".join(_finding(one) for one in shown)
+            if len(run.findings) > len(shown):
+                yield f"And {len(run.findings) - len(shown)} more in report.html."
+        if told.quiet:
+            yield f"{NOTHING[:-1]} in {_plain(', '.join(told.quiet))}."
+
+
+def _finding(one: ToldFinding) -> str:
+    return f"- **{_plain(one.strength)}: {_plain(one.title)}** {_plain(one.text)} *{_plain(one.advice)}* Rows: {_plain(one.rows)}"
 
 
 def _plain(text: str) -> str:

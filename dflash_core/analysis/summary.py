@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, isinf, isnan
 from typing import Any
@@ -40,6 +40,7 @@ TOLD = ("final_loss", "loss_sd_detrended", "grad_norm_mean", "grad_norm_sd_detre
 SHOWN_SETTINGS = 6
 FEW_RUNS = 4
 MAX_COMPARISON_TABLES = 8
+MAX_STATES = 8
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,37 @@ def signed(value: float | None) -> str:
     return "–" if value is None else ("+" if value > 0 else "") + number(value)
 
 
-def summary_lines(
-    runs: Sequence[RunFacts], rows: Sequence[Row], comparisons: Sequence[Row], differences: Sequence[str]
-) -> list[str]:
-    """The findings in plain words, most important first; of many runs only what they have in common.
-
-    `differences` are those that forbid a plain comparison.
-    """
+def head_lines(runs: Sequence[RunFacts], rows: Sequence[Row], differences: Sequence[str]) -> list[str]:
+    """What the report is about. `differences` are those that forbid a plain comparison."""
     lines = []
     if differences:
         lines.append("These runs are not comparable, read on with care. " + "; ".join(differences) + ".")
-    lines.append(_what(runs, rows))
+    return [*lines, _what(runs, rows)]
+
+
+def state_lines(runs: Sequence[RunFacts], rows: Sequence[Row]) -> list[str]:
+    """How far the runs are that have not completed, and why they failed."""
+    lines = []
+    for run, row in zip(runs, rows, strict=True):
+        state = row["state"]
+        if state == "completed":
+            continue
+        planned = run.manifest.get("num_planned_steps")
+        of = f" of {planned:,}" if isinstance(planned, int) and not isinstance(planned, bool) and planned > 0 else ""
+        line = f"{row['name']}: {state or 'unknown state'}, step {row['num_steps']:,}{of}"
+        if state == "running":
+            line += f", as of {_minute(run.manifest.get('updated'))}" if run.manifest.get("updated") else ""
+            line += ". What follows is about the steps so far; analyse again for more"
+        elif run.manifest.get("error"):
+            line += f". It ended with: {' '.join(str(run.manifest['error']).split())}"
+        lines.append(line.rstrip(".") + ".")
+    more = len(lines) - MAX_STATES
+    return lines if more <= 0 else [*lines[:MAX_STATES], f"And {more} more that have not completed."]
+
+
+def figure_lines(rows: Sequence[Row], comparisons: Sequence[Row]) -> list[str]:
+    """The most important figures in plain words; of many runs only what they have in common."""
+    lines: list[str] = []
     if len(rows) <= FEW_RUNS:
         lines += [_order_line(row) for row in rows]
         lines += [line for line in (_acceptance_line(row) for row in rows) if line]
@@ -97,6 +118,10 @@ def summary_lines(
         if row["num_skipped"]:
             lines.append(f"{row['name']}: the non-finite guard left out {row['num_skipped']} of {row['num_steps']} steps.")
     return lines
+
+
+def _minute(text: Any) -> str:
+    return str(text)[:16].replace("T", " ") + " UTC"
 
 
 def _what(runs: Sequence[RunFacts], rows: Sequence[Row]) -> str:
@@ -205,6 +230,56 @@ def run_table(rows: Sequence[Row]) -> Table:
     )
 
 
+def group_tables(groups: Sequence[Row], comparisons: Sequence[Row]) -> list[Table]:
+    """Groups of seeds (tables `groups` and `group_comparisons`); none where there are no rows."""
+    tables = []
+    if groups:
+        body = [
+            [
+                f"{_label(row['metric'])}{_unit(row['unit'])}",
+                row["group"],
+                number(row["num_runs"]),
+                number(row["mean"]),
+                number(row["sd"]),
+                _between(row["low"], row["high"], number),
+            ]
+            for row in sorted(groups, key=lambda row: (_rank(row["metric"]), row["group"]))
+        ]
+        tables.append(Table(["", "group", "runs", "mean", "sd between runs", "95 % interval"], body, "Each group"))
+    if comparisons:
+        found = sorted(comparisons, key=lambda row: (_rank(row["metric"]), row["group_a"], row["group_b"]))
+        body = [
+            [
+                f"{_label(row['metric'])}{_unit(row['unit'])}",
+                f"{row['group_a']} → {row['group_b']}",
+                f"{row['num_a']} / {row['num_b']}" + (", by seed" if row["paired"] else ""),
+                number(row["value_a"]),
+                number(row["value_b"]),
+                signed(row["difference"]),
+                _between(row["ci_low"], row["ci_high"], signed),
+                _effect(row),
+            ]
+            for row in found
+        ]
+        header = ["", "groups", "runs", "first", "second", "difference", "95 % interval", "effect"]
+        bold = frozenset(i for i, row in enumerate(found) if excludes_zero(row))
+        tables.append(Table(header, body, "Groups against each other", bold))
+    return tables
+
+
+def _label(metric: str) -> str:
+    return LABELS.get(metric, metric.replace("_", " "))
+
+
+def _rank(metric: str) -> int:
+    """The place of a metric in `LABELS`; those that are not there come last."""
+    return list(LABELS).index(metric) if metric in LABELS else len(LABELS)
+
+
+def _between(low: float | None, high: float | None, shown: Callable[[float], str]) -> str:
+    return "–" if low is None or high is None else f"{shown(low)} to {shown(high)}"
+
+
 def comparison_tables(rows: Sequence[Row], comparisons: Sequence[Row]) -> list[Table]:
     """The first run against each of the next ones; rows whose interval excludes zero are stressed."""
     tables = []
@@ -213,11 +288,11 @@ def comparison_tables(rows: Sequence[Row], comparisons: Sequence[Row]) -> list[T
         found = [c for c in found if c["difference"] is not None]
         body = [
             [
-                f"{LABELS[c['metric']]}{_unit(c['unit'])}",
+                f"{_label(c['metric'])}{_unit(c['unit'])}",
                 number(c["value_a"]),
                 number(c["value_b"]),
                 signed(c["difference"]),
-                "–" if c["ci_low"] is None else f"{signed(c['ci_low'])} to {signed(c['ci_high'])}",
+                _between(c["ci_low"], c["ci_high"], signed),
                 _effect(c),
             ]
             for c in found

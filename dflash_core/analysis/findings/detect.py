@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from dflash_core.analysis.findings.curves import CURVE_DETECTORS
 from dflash_core.analysis.findings.finding import KINDS, STRENGTHS, Context, Detector, Finding
+from dflash_core.analysis.findings.queues import QUEUE_DETECTORS
 from dflash_core.analysis.runs import Run
 
-DETECTORS: tuple[Detector, ...] = ()
+DETECTORS: tuple[Detector, ...] = (*CURVE_DETECTORS, *QUEUE_DETECTORS)
 
 
 def find_all(run: Run, context: Context, detectors: Sequence[Detector] = DETECTORS) -> list[Finding]:

@@ -24,7 +24,7 @@ KINDS: dict[str, str] = {
     "divergence": "loss or gradient norm grow without bound or stop being finite",
     "dead_positions": "slots of the block that learn nothing",
     "train_serve_gap": "training promises another acceptance length than decoding measures",
-    "starved_by_loader": "targets wait for batches",
+    "starved_by_loader": "targets wait for batches: loading, the byte budget or the queues are too small",
     "starved_by_target": "the drafter waits for target states",
     "starved_by_drafter": "targets wait for the drafter",
     "unequal_dispatch": "targets got unequal numbers of batches",
