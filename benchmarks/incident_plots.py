@@ -28,6 +28,8 @@ LINE, MEDIAN = "#4c78a8", "#d1495b"
 BUCKETS = ("#fde725", "#7ad151", "#22a884", "#2a788e", "#414487", "#8c1d40")
 TARGETS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#d1495b", "#72675c")
 TREND_STEPS = 15
+# Batches of an order that are drawn.
+SHOWN = 320
 
 
 class Panel:
@@ -136,30 +138,31 @@ def loss_picture(runs: Sequence[tuple[str, Run]]) -> str:
 
 
 def order_picture(runs: Sequence[tuple[str, Run]]) -> str:
-    """The buckets of the first epoch's batches in the order of training; runs of one bucket as one bar."""
+    """The buckets of `SHOWN` batches in the order of training, around the longest bucket run of the first."""
     edges = runs[0][1].manifest["identity"]["edges"]
     entries = [(f"to {edge} tokens", colour) for edge, colour in zip(edges, BUCKETS, strict=False)]
+    _, lengths = run_lengths(runs[0][1].buckets())
+    middle = int(lengths[: lengths.argmax()].sum() + lengths.max() // 2)
+    begin = max(0, min(middle - SHOWN // 2, int(lengths.sum()) - SHOWN))
     parts, top = [legend(entries, 16)], 44
     for name, run in runs:
-        bucket = run.buckets()[numbers(run.batches, "epoch", missing=0) == 0]
-        kinds, lengths = run_lengths(bucket)
-        bound = shortest_possible_longest_run(np.bincount(bucket))
-        title = f"{name}: longest run of one bucket {lengths.max()} batches, shortest possible {bound}"
-        panel = Panel(top, 46, (0, float(len(bucket))), (0, 1), title, "")
-        start = 0
-        for kind, length in zip(kinds.tolist(), lengths.tolist(), strict=True):
+        whole = run.buckets()
+        longest, bound = int(run_lengths(whole)[1].max()), shortest_possible_longest_run(np.bincount(whole))
+        title = f"{name}: longest run of one bucket {longest} batches, shortest possible {bound}"
+        panel = Panel(top, 46, (begin, begin + SHOWN), (0, 1), title, "")
+        start = begin
+        for bucket, length in zip(*(part.tolist() for part in run_lengths(whole[begin : begin + SHOWN])), strict=True):
             x, width = panel.px(start), panel.px(start + length) - panel.px(start)
-            panel.parts.append(
-                f'<rect x="{x:.1f}" y="{top}" width="{width:.2f}" height="46" fill="{BUCKETS[kind % len(BUCKETS)]}"/>'
-            )
-            if length == lengths.max() and length > bound + 1:
+            fill = BUCKETS[bucket % len(BUCKETS)]
+            panel.parts.append(f'<rect x="{x:.1f}" y="{top}" width="{width:.2f}" height="46" fill="{fill}"/>')
+            if length == longest > bound + 1:
                 panel.parts.append(f'<path d="M{x:.1f} {top + 50}h{width:.1f}" stroke="{MEDIAN}" stroke-width="4"/>')
             start += length
         parts += panel.parts
         top += 86
-    for value in ticks(0, float(len(bucket))):
+    for value in ticks(begin, begin + SHOWN):
         parts.append(text(panel.px(value), top - 20, f"{value:g}", anchor="middle"))
-    parts.append(text((LEFT + WIDTH - RIGHT) / 2, top - 4, "batch of the first epoch, in the order of training", anchor="middle"))
+    parts.append(text((LEFT + WIDTH - RIGHT) / 2, top - 4, "batch, in the order of training", anchor="middle"))
     return picture(top + 6, parts, "Buckets of the batches in the order of training")
 
 
