@@ -27,7 +27,7 @@ from dflash_core.errors import (
 )
 
 app = typer.Typer(
-    help="Trains DFlash drafters: prepare, plan, simulate, train, watch, evaluate, export, analyze, doctor.",
+    help="Trains DFlash drafters: regenerate, prepare, plan, simulate, train, watch, evaluate, export, analyze, doctor.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -81,6 +81,17 @@ def _one_run(path: Path, overrides: list[str] | None, name: str | None) -> tuple
 @app.callback()
 def _options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks")] = False) -> None:
     """Options that go before the command."""
+
+
+@app.command()
+def regenerate(experiment: Experiment, overrides: Overrides = None) -> None:
+    """Have the target answer the prompts of regenerate.files anew, by a server or in this process; goes on where it was."""
+    from dflash_core.experiment_file import load_experiment
+    from dflash_core.experiment_regenerate import regenerate as answer
+    from dflash_core.progress import AnswerLogProgress
+
+    _log_to(logging.StreamHandler())
+    _show(answer(load_experiment(experiment, overrides or []), AnswerLogProgress()))
 
 
 @app.command()
@@ -256,13 +267,17 @@ def export(
 def analyze(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run folders to compare; the first is the one compared with")],
     out: Annotated[Path | None, typer.Option(help="Folder of the report; default: reports/RUN below DFLASH_HOME")] = None,
+    allow_different: Annotated[
+        bool, typer.Option("--allow-different", help="Compare runs of other data, target, step size or loss, too")
+    ] = False,
 ) -> None:
     """Compare runs: Parquet tables and a self-contained report.html."""
     from dflash_core.analysis import analyze_runs
     from dflash_core.config import AnalyzeConfig
     from dflash_core.experiment import workspace
 
-    manifest = analyze_runs(run_dirs, out or workspace() / "reports" / run_dirs[0].absolute().name, AnalyzeConfig())
+    config = AnalyzeConfig(allow_different=allow_different)
+    manifest = analyze_runs(run_dirs, out or workspace() / "reports" / run_dirs[0].absolute().name, config)
     for line in manifest["summary"]:
         typer.echo(line)
     typer.echo(manifest["paths"]["report_html"])

@@ -232,18 +232,23 @@ class AnalyzeConfig(Config):
 
     spike_mad: PositiveFloat = Field(6.0, description="A gradient norm is a spike above median + this many MADs")
     smoothing_steps: PositiveInt = Field(15, description="Width of the running median in the plots")
+    allow_different: bool = Field(
+        False, description="Compare runs of other data, target, step size or loss, too; what differs heads the report"
+    )
 
 
 class RegenerateConfig(Config):
     """Answers for prompts from the target itself, so that a drafter learns what it will be asked to draft."""
 
-    files: tuple[str, ...] = Field((), description="Files with prompts or conversations whose answers are made anew")
+    files: tuple[str, ...] = Field(
+        (), description="Files with prompts or conversations whose answers are made anew, in the formats of data.files"
+    )
     base_url: str | None = Field(
         None, description="OpenAI-compatible server of the target, such as http://127.0.0.1:8000/v1; default: in this process"
     )
     model: str | None = Field(None, description="Name of the target on the server; default: the only one that it serves")
     api_key_env: str | None = Field(None, description="Environment variable that holds the server's key; the key stands nowhere")
-    concurrency: PositiveInt = Field(32, description="Requests under way at once")
+    concurrency: PositiveInt = Field(32, description="Requests under way at once; in this process the prompts decoded together")
     max_new_tokens: PositiveInt = Field(1024, description="Most tokens of an answer")
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0: greedy, as drafts are verified by default")
     thinking: bool | None = Field(None, description="Thinking mode of the target; default: as its chat template has it")

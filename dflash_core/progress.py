@@ -33,6 +33,22 @@ class ProgressLog:
             logger.info("prepare: %s", describe(state))
 
 
+class AnswerLogProgress:
+    """Logs how many rows are answered at most every `every_s` seconds."""
+
+    def __init__(self, every_s: float = LOG_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s, self._clock, self._begin = every_s, clock, clock()
+        self._last = self._begin
+
+    def __call__(self, answered: int, failed: int) -> None:
+        now = self._clock()
+        if now - self._last >= self._every_s:
+            self._last = now
+            logger.info(
+                "regenerate: %s rows answered (%.1f a second), %s failed", f"{answered:,}", answered / (now - self._begin), failed
+            )
+
+
 @contextmanager
 def prepare_progress() -> Iterator[Callable[[PrepareProgress], None]]:
     """A function for `experiment.prepare` to call; the bar is taken off the terminal at the end."""

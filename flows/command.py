@@ -27,6 +27,7 @@ EXIT_DEFECT = 1
 WIDEST = 6  # columns
 HELP = {
     "experiment": "Run an experiment: prepare, plan, train and evaluate each run, analyze.",
+    "regenerate": "Have the target answer the prompts of an experiment anew.",
     "prepare": "Prepare the dataset of an experiment.",
     "train": "Train the runs of an experiment, or one of them.",
     "evaluate": "Evaluate the trained runs of an experiment, or one of them.",
@@ -87,7 +88,7 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
     from dflash_core.experiment import workspace
 
     run = getattr(arguments, "run", None)
-    _check(arguments.experiment, arguments.overrides, run)
+    _check(stage, arguments.experiment, arguments.overrides, run)
     with server.session(workspace(), keep=arguments.keep_server) as url:
         module = importlib.import_module(f"flows.{stage}")  # the first import of Prefect
         from prefect import tags
@@ -112,15 +113,19 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
     _show(result)
 
 
-def _check(path: str, overrides: Sequence[str], run: str | None) -> None:
+def _check(stage: str, path: str, overrides: Sequence[str], run: str | None) -> None:
     """Everything that can be known before the server is started: file, keys, topology, target, input files."""
     from dflash_core.experiment import check, load_experiment
+    from dflash_core.experiment_regenerate import check_regenerate
 
     config = load_experiment(path, overrides)
     names = [name for name, _ in config.variants()]
     if run is not None and run not in names:
         raise UserError(f"{path}: no run {run!r}; there are: {', '.join(names)}")
-    check(config)
+    if stage == "regenerate":  # makes the files that the other stages look for
+        check_regenerate(config)
+    else:
+        check(config)
 
 
 def _flush_prefect() -> None:

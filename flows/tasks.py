@@ -71,6 +71,20 @@ class Progress:
             log.info("%s: %d%s", self.what, done, share)
 
 
+@task(name="regenerate", cache_policy=NO_CACHE)
+def regenerate(config: ExperimentConfig) -> dict[str, Any]:
+    """Answers of the target for the prompts of the experiment; adopts finished ones, goes on with unfinished ones."""
+    from dflash_core.experiment_regenerate import regenerate as answer
+    from dflash_core.progress import AnswerLogProgress
+
+    answers = answer(config, AnswerLogProgress(every_s=5.0))
+    log.info(
+        "answers: %d rows (%d cut by the limit), %d failed, %d cannot be asked%s", answers["num_answered"], answers["num_cut"],
+        answers["num_failed"], answers["num_skipped"], " (unchanged, used again)" if answers["reused"] else "",
+    )  # fmt: skip
+    return answers
+
+
 @task(name="prepare", cache_policy=NO_CACHE)
 def prepare(config: ExperimentConfig) -> dict[str, Any]:
     """Conversations to a dataset folder; adopts an unchanged one."""

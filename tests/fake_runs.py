@@ -17,6 +17,8 @@ import pandas as pd
 import yaml
 from numpy.random import Generator
 
+from dflash_core.analysis.stream_columns import EVAL_METRICS, EVENT_KINDS, STREAM_TABLES
+
 UPPER = (64, 128, 192, 256, 384, 512)
 SHARES = (0.08, 0.10, 0.10, 0.10, 0.10, 0.52)
 TOKEN_BUDGET = 2048
@@ -282,3 +284,17 @@ def stat_rows(run_id: str, fake: FakeRun, rng: Generator) -> list[dict[str, Any]
         }
         for step in range(0, fake.num_steps, 10)
     ]
+
+
+def undocumented(run_dir: Path) -> set[str]:
+    """What the rows of a run hold that docs/tables.md does not name: `stream.field`, kinds of events, metrics of evaluations."""
+    found: set[str] = set()
+    for stream, table in STREAM_TABLES.items():
+        path = run_dir / "metrics" / f"{stream}.jsonl"
+        for row in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+            found |= {f"{stream}.{name}" for name in row.keys() - table.columns.keys()}
+            if stream == "events" and row["kind"] not in EVENT_KINDS:
+                found.add(f"event {row['kind']}")
+            if stream == "evals" and row["metric"] not in EVAL_METRICS:
+                found.add(f"metric {row['metric']}")
+    return found

@@ -45,7 +45,7 @@ def read(root: Path, name: str) -> pd.DataFrame:
     return frame
 
 
-MAY_BE_EMPTY = ("findings", "loss_parts", "run_positions", "waits", "progress", "groups", "group_comparisons")
+MAY_BE_EMPTY = ("findings", "loss_parts", "run_positions", "waits", "group_comparisons")
 
 
 def test_tables_are_versioned_sorted_compressed_and_counted(compared: tuple[Path, dict[str, Any]]) -> None:
@@ -188,6 +188,8 @@ def test_markdown_has_the_comparison_as_well_formed_tables(compared: tuple[Path,
         ({"manifest": {"target": "big"}}, "target: a has tiny_target, b has big"),
         ({"config": {"bucketing.token_budget": 4096}}, "bucketing.token_budget: a has 2048, b has 4096"),
         ({"config": {"bucketing.batches_per_step": 2}}, "bucketing.batches_per_step: a has 4, b has 2"),
+        ({"config": {"train.loss": "dpace"}}, "train.loss: a has cross_entropy, b has dpace"),
+        ({"config": {"train.loss_gamma": 4.0}}, "train.loss_gamma: a has None, b has 4.0"),
     ],
 )
 def test_runs_that_are_not_comparable_are_refused_unless_asked(tmp_path: Path, change: dict[str, Any], named: str) -> None:
@@ -195,10 +197,10 @@ def test_runs_that_are_not_comparable_are_refused_unless_asked(tmp_path: Path, c
         write_run(tmp_path / "a", FakeRun(name="a", num_steps=20)),
         write_run(tmp_path / "b", FakeRun(name="b", num_steps=20, **change)),
     ]
-    with pytest.raises(UserError, match=re.escape(named)):
+    with pytest.raises(UserError, match=re.escape(named) + ".*--allow-different"):
         analyze_runs(folders, tmp_path / "report", CONFIG)
     assert not (tmp_path / "report").exists()
-    manifest = analyze_runs(folders, tmp_path / "report", CONFIG, allow_different=True)
+    manifest = analyze_runs(folders, tmp_path / "report", AnalyzeConfig(allow_different=True))
     assert manifest["differences"] == [named] and named in manifest["summary"][0]
     page = (tmp_path / "report" / "report.html").read_text()
     assert page.index("Not comparable as they are") < page.index("<h2>Summary")
@@ -243,7 +245,7 @@ def test_one_short_running_run_and_many_runs_have_a_report(tmp_path: Path) -> No
     assert "no length histogram" in (tmp_path / "one" / "report.md").read_text()
     many = [write_run(tmp_path / f"r{i}", FakeRun(name=f"r{i}", num_steps=12, seed=i)) for i in range(8)]
     manifest = analyze_runs(many, tmp_path / "many", CONFIG)
-    assert manifest["num_rows"]["comparisons"] == 28 * 20
+    assert manifest["num_rows"]["comparisons"] == 28 * 22
     assert "Queue depths are shown for 6 of 8 runs" in (tmp_path / "many" / "report.md").read_text()
     assert (
         len(manifest["summary"]) == 4

@@ -17,12 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.analysis import read_rows, reader
-from dflash_core.analysis.order import MIXED, leaning_bucket, run_length_rows, shuffled_longest_runs
+from dflash_core.analysis.order import (
+    MIXED,
+    leaning_bucket,
+    run_length_rows,
+    shuffled_distribution,
+    shuffled_longest_runs,
+    shuffled_quantiles,
+)
 from dflash_core.analysis.reader import last_attempts, matrix, numbers, read_stream
 from dflash_core.analysis.run_tables import bucket_rows, grad_norm_rows, run_row, timestamp
 from dflash_core.analysis.runs import Run, load_run, load_runs
 from dflash_core.analysis.series import block_bootstrap, block_length, detrended, running_median, spikes
-from dflash_core.analysis.tables import TABLES, table_of
+from dflash_core.analysis.tables import SCHEMA_VERSION, TABLES, table_of
 from dflash_core.bucketing import shortest_possible_longest_run
 from dflash_core.errors import DataError, UserError
 from tests.fake_runs import FakeRun, write_dataset, write_jsonl, write_run
@@ -126,7 +133,10 @@ def test_compaction_when_a_run_has_ended_and_again_when_its_log_has_grown(tmp_pa
     load_run(folder)
     path = folder / "metrics" / "steps.parquet"
     table = pq.read_table(path)
-    assert table.schema.metadata[b"dflash.schema"] == b"steps" and table.schema.metadata[b"dflash.schema_version"] == b"1"
+    assert (
+        table.schema.metadata[b"dflash.schema"] == b"steps"
+        and table.schema.metadata[b"dflash.schema_version"] == str(SCHEMA_VERSION).encode()
+    )
     assert str(table.schema.field("time").type) == "timestamp[us, tz=UTC]" and len(table) == 6
     before = path.stat().st_mtime_ns
     assert read_stream(folder, "steps", compact=True).equals(table.replace_schema_metadata(None))
@@ -238,6 +248,23 @@ def test_shuffling_reference_agrees_with_slow_permutations() -> None:
     slow = [max(n for half in halves for _, n in naive_runs(rng.permutation(half).tolist())) for _ in range(400)]
     assert len(fast) == 200 and abs(float(fast.mean()) - float(np.mean(slow))) < 4 * np.std(slow) * (1 / 200 + 1 / 400) ** 0.5
     assert shuffled_longest_runs([np.zeros(7, dtype=np.int64)], rng).tolist() == [7] * 200
+
+
+@pytest.mark.parametrize("counts", [(30, 50, 120), (400, 400, 300, 300, 200, 2400), (60, 3940), (2000, 2000)])
+def test_the_formula_for_shuffled_runs_agrees_with_permutations(counts: tuple[int, ...]) -> None:
+    epochs = [np.repeat(np.arange(len(counts)), counts)] * 2
+    drawn = np.concatenate([shuffled_longest_runs(epochs, np.random.default_rng(seed)) for seed in range(5)])
+    below = shuffled_distribution(epochs)
+    assert (np.diff(below) >= 0).all() and below[-1] == pytest.approx(1)
+    for quantile in (0.05, 0.5, 0.95):
+        at = int(np.searchsorted(below, quantile))
+        # As often as it says, within four standard errors of 1000 draws and what taking gaps for independent costs.
+        slack = 4 * (quantile * (1 - quantile) / 1000) ** 0.5 + 0.02
+        assert (drawn < at).mean() - slack <= quantile <= (drawn <= at).mean() + slack
+    assert shuffled_quantiles([np.zeros(5000, dtype=np.int64)], (0.5,), np.random.default_rng(0)) == [5000.0]
+    # One batch among many leaves two gaps, one of which holds at least half: independent gaps would not know.
+    lonely = np.repeat([0, 1], [1, 3999])
+    assert shuffled_quantiles([lonely], (0.05,), np.random.default_rng(0))[0] >= 2000
 
 
 # The other tables
@@ -377,6 +404,13 @@ def test_block_sums_bootstrap_equals_drawing_whole_blocks() -> None:
     np.testing.assert_allclose(fast.mean, mean - mean.mean() + values.mean(), atol=1e-12)
     np.testing.assert_allclose(fast.sd, sd - sd.mean() + values.std(), atol=1e-12)
     assert block_bootstrap(values[:19], np.random.default_rng(0)) is None
+
+
+def test_of_a_long_series_longer_blocks_are_drawn_and_the_interval_stays() -> None:
+    values = ar1(6000, 0.5, np.random.default_rng(5))
+    few = block_bootstrap(values, np.random.default_rng(1))
+    assert few is not None and few.mean.std() == pytest.approx(2 / 6000**0.5, rel=0.2)  # the truth: 1 / (1 - 0.5) / sqrt(n)
+    assert few.sd.std() == pytest.approx((1.333 * (1 + 0.25) / (1 - 0.25) / 2 / 6000) ** 0.5, rel=0.2)
 
 
 def test_running_median_and_detrending_by_hand() -> None:

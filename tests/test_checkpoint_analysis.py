@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dflash_core.analysis import analyze_runs
-from dflash_core.analysis.checkpoints import checkpoint_rows, checkpoint_summary, checkpoints_of
+from dflash_core.analysis.checkpoints import _line, _medians, checkpoint_rows, checkpoint_summary, checkpoints_of
 from dflash_core.analysis.runs import load_run
 from dflash_core.config import AnalyzeConfig
 from tests.fake_runs import FakeRun, write_jsonl, write_run
@@ -147,3 +147,29 @@ def test_the_report_says_it_in_one_line(tmp_path: Path) -> None:
     row = pq.read_table(tmp_path / "report" / "runs.parquet").to_pylist()[0]
     assert f"{row['checkpoint_slowdown']:+.1%}" in lines[0]
     assert lines[0] in (tmp_path / "report" / "report.md").read_text().replace("\\", "")
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 40])
+def test_medians_of_resamples_without_drawing_them(size: int) -> None:
+    values = np.random.default_rng(size).gamma(1.0, 1.0, size)
+    rng = np.random.default_rng(1)
+    slow = np.median(rng.choice(values, (20_000, size)), axis=1)
+    fast = np.concatenate([_medians(values, rng) for _ in range(20)])
+    for quantile in (0.05, 0.25, 0.5, 0.75, 0.95):
+        at = np.quantile(fast, quantile)
+        assert (slow < at).mean() - 0.02 <= quantile <= (slow <= at).mean() + 0.02
+
+
+def test_the_line_has_the_least_absolute_deviations() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(1e5, 2e5, 200)
+    y = 3.0 + 2e-5 * x + rng.normal(0, 0.1, 200)
+    y[::10] += 20  # steps that took several times as long
+    found = _line(np.array([1e5, 2e5]), x, y)
+
+    def deviation(ends: np.ndarray) -> float:
+        return float(np.abs(y - ends[0] - (ends[1] - ends[0]) * (x - 1e5) / 1e5).sum())
+
+    best = deviation(found)
+    assert found == pytest.approx([5.0, 7.0], abs=0.1)
+    assert all(deviation(found + rng.normal(0, 0.02, 2)) >= best * (1 - 1e-4) for _ in range(100))

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from dflash_core import cli
+from tests.fake_runs import FakeRun, undocumented, write_run
 
 
 def dflash(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -46,6 +47,7 @@ def test_train_evaluate_analyze(
     assert "step 4/4" in (run_dir / "logs" / "cell-0.log").read_text()
     code, out, _ = dflash(monkeypatch, capsys, "evaluate", run_dir)
     assert code == 0 and json.loads(out)["lossless"] is True
+    assert undocumented(run_dir) == set()
     code, out, _ = dflash(monkeypatch, capsys, "export", run_dir, "--out", tmp_path / "served")
     assert code == 0 and (tmp_path / "served" / "model.safetensors").is_file()
     code, out, _ = dflash(monkeypatch, capsys, "analyze", run_dir, "--out", tmp_path / "report")
@@ -54,6 +56,17 @@ def test_train_evaluate_analyze(
     assert code == 2 and "holds a run with another train.lr" in only_line(err)
     assert json.loads((run_dir / "manifest.json").read_text())["state"] == "completed"
     assert "lr: 0.003" in (run_dir / "config.yaml").read_text()
+
+
+def test_runs_that_differ_are_analysed_only_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    runs = [write_run(tmp_path / name, FakeRun(name=name, num_steps=8, manifest={"target": name})) for name in ("a", "b")]
+    words = ("analyze", *runs, "--out", tmp_path / "report")
+    code, _, err = dflash(monkeypatch, capsys, *words)
+    assert code == 2 and "target: a has a, b has b" in only_line(err) and "--allow-different" in err
+    code, out, _ = dflash(monkeypatch, capsys, *words, "--allow-different")
+    assert code == 0 and out.startswith("These runs are not comparable") and "target: a has a, b has b" in out
 
 
 def test_bad_input_is_one_line_and_exit_code_2(

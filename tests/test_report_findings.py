@@ -181,7 +181,7 @@ def test_a_run_that_is_still_running_says_how_far_it_is(tmp_path: Path) -> None:
         tmp_path / "live",
         FakeRun(
             name="live", num_steps=40, state="running", evals=False, stats=False,
-            manifest={"planned_steps": 600, "updated": "2026-01-02T03:04:05+00:00", "num_steps": 0},
+            manifest={"num_planned_steps": 600, "updated": "2026-01-02T03:04:05+00:00", "num_steps": 0},
         ),
     )  # fmt: skip
     with (folder / "metrics" / "steps.jsonl").open("a") as file:
@@ -203,8 +203,8 @@ def test_a_run_that_is_still_running_says_how_far_it_is(tmp_path: Path) -> None:
     [
         ("completed", {}, []),
         ("failed", {"error": "CUDA died\nat once."}, ["diverse: failed, step 60. It ended with: CUDA died at once."]),
-        ("stopped", {"planned_steps": 80, "error": None}, ["diverse: stopped, step 60 of 80."]),
-        (None, {"planned_steps": True}, ["diverse: unknown state, step 60."]),
+        ("stopped", {"num_planned_steps": 80, "error": None}, ["diverse: stopped, step 60 of 80."]),
+        (None, {"num_planned_steps": True}, ["diverse: unknown state, step 60."]),
     ],
 )
 def test_the_head_says_how_a_run_ended(

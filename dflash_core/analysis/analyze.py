@@ -7,39 +7,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_core.analysis.build_report import Content, build_report
-from dflash_core.analysis.compare import comparison_rows
-from dflash_core.analysis.many_runs import analyze_each
+from dflash_core.analysis.compare import Estimate, comparison_rows
+from dflash_core.analysis.equal_anchors import progress_of
+from dflash_core.analysis.groups import group_comparison_rows, group_rows, groups_of
+from dflash_core.analysis.many_runs import SEED, analyze_each
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.report import Report, to_html, to_markdown
 from dflash_core.analysis.runs import RunFacts, incomparable, load_all_facts
-from dflash_core.analysis.tables import SCHEMA_VERSION, table_of, write_table
+from dflash_core.analysis.tables import SCHEMA_VERSION, in_order, table_of, write_table
 from dflash_core.config import AnalyzeConfig
 from dflash_core.errors import DataError, UserError
 from dflash_core.provenance import write_atomically, write_json
 
 logger = logging.getLogger(__name__)
-
-SORTED_BY = {
-    "runs": ["run_id"],
-    "run_lengths": ["run_id", "level", "bucket", "run_length"],
-    "bucket_stats": ["run_id", "bucket"],
-    "grad_norms": ["run_id", "group"],
-    "checkpoints": ["run_id", "step", "attempt"],
-    "curves": ["run_id", "step"],
-    "loss_parts": ["run_id", "part"],
-    "run_positions": ["run_id", "level", "position"],
-    "waits": ["run_id", "cell", "stage"],
-    "progress": ["run_id", "num_anchors_seen"],
-    "groups": ["metric", "group"],
-    "group_comparisons": ["metric", "group_a", "group_b"],
-    "findings": ["run_id", "kind"],
-    "comparisons": ["metric", "run_a", "run_b"],
-}
 
 
 def analyze_runs(
@@ -48,7 +34,6 @@ def analyze_runs(
     config: AnalyzeConfig,
     *,
     dataset_dir: Path | None = None,
-    allow_different: bool = False,
 ) -> dict[str, Any]:
     """Compare runs: Parquet tables, `report.html`, `report.md`, and `manifest.json`, which is written last.
 
@@ -58,9 +43,10 @@ def analyze_runs(
     Args:
         run_dirs: run folders (docs/design.md 4), at least one.
         out_dir: folder of the report; files of an earlier report in it are replaced.
+        config: with `allow_different`, runs of other data, target, step size or loss are compared, too; the differences then
+            head the report.
         dataset_dir: dataset folder for the length histogram; default: the one that the first run names. Without the
             histogram's files the report says so and lacks the plot.
-        allow_different: compare runs of other data, target or step size too; the differences then head the report.
 
     Returns:
         The manifest, JSON values only: `paths` by name, `num_rows` per table, `comparison` (one dict per run: name, order,
@@ -73,25 +59,44 @@ def analyze_runs(
     """
     facts = load_all_facts(run_dirs)
     differences = incomparable(facts)
-    if differences and not allow_different:
-        raise UserError(f"the runs cannot be compared: {'; '.join(differences)} (comparing them anyway has to be asked for)")
+    if differences and not config.allow_different:
+        how = "analyze.allow_different: true in the experiment, or dflash analyze --allow-different, compares them anyway"
+        raise UserError(f"the runs cannot be compared: {'; '.join(differences)} ({how})")
     histogram, bins = _histogram(facts[0], dataset_dir)
     runs = analyze_each(facts, config, bins)
-    comparisons = comparison_rows({run.run_id: run.estimates for run in runs})
+    progress = progress_of(runs, np.random.default_rng(SEED))
+    found = {run.run_id: {**run.estimates, **progress.estimates[run.run_id]} for run in runs}
+    comparisons = comparison_rows(found)
+    groups, by_run = groups_of(facts), {run.run_id: {**found[run.run_id], **_of_groups(run)} for run in runs}
     tables = {name: pa.concat_tables([run.tables[name] for run in runs]) for name in runs[0].tables}
+    tables["progress"] = table_of("progress", [row for rows in progress.rows.values() for row in rows])
     tables["comparisons"] = table_of("comparisons", comparisons)
-    tables |= {name: table_of(name, []) for name in ("groups", "group_comparisons")}
+    tables["groups"] = table_of("groups", group_rows(groups, by_run))
+    tables["group_comparisons"] = table_of("group_comparisons", group_comparison_rows(groups, by_run))
     histories = {run.run_id: run.history for run in runs}
     report = build_report(Content(runs, comparisons, tables, config, differences, histogram, bins, histories))
     (out_dir / "manifest.json").unlink(missing_ok=True)  # what is half replaced must not look finished
     for name, table in tables.items():
-        write_table(out_dir / f"{name}.parquet", name, table.sort_by([(key, "ascending") for key in SORTED_BY[name]]))
+        write_table(out_dir / f"{name}.parquet", name, _in_order(name, table, runs))
     write_atomically(out_dir / "report.html", to_html(report))
     write_atomically(out_dir / "report.md", to_markdown(report))
     manifest = _manifest(runs, tables, report, out_dir)
     write_json(out_dir / "manifest.json", manifest)
     logger.info("report on %d runs: %s", len(runs), out_dir / "report.html")
     return manifest
+
+
+def _in_order(name: str, table: pa.Table, runs: Sequence[RunAnalysis]) -> pa.Table:
+    """A table sorted; those of single runs are sorted already, and long."""
+    if name not in runs[0].tables:
+        return in_order(name, table)
+    return pa.concat_tables([run.tables[name] for run in sorted(runs, key=lambda run: run.run_id)])
+
+
+def _of_groups(run: RunAnalysis) -> dict[str, Estimate]:
+    """Metrics that only groups are compared by."""
+    parts = {row["part"]: row["share"] for row in run.tables["loss_parts"].to_pylist()}
+    return {"loss_composition_share": Estimate(parts["composition"], "share of variance")} if "composition" in parts else {}
 
 
 def _histogram(run: RunFacts, dataset_dir: Path | None) -> tuple[pd.DataFrame | None, pd.DataFrame | None]:

@@ -14,15 +14,19 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.random import Generator
 
 from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import NUM_RESAMPLES, BoolArray, FloatArray
 
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
 MIN_OTHER_STEPS = 10
-MAX_RESAMPLED_STEPS = 2000
 FIT_ROUNDS = 50
+FIT_TOLERANCE = 1e-9
+EVENT_FIELDS = ("attempt", "step", "kind", "time", "snapshot_s", "wait_s", "write_s", "num_bytes")
 SUMMARY_COLUMNS = (
     "num_checkpoints", "checkpoint_steps", "checkpoint_slowdown", "checkpoint_slowdown_low", "checkpoint_slowdown_high",
     "checkpoint_slowdown_max", "other_slowdown_max",
@@ -47,7 +51,8 @@ def checkpoints_of(run: Run) -> list[Checkpoint]:
     """The checkpoints that were finished, in the order of their steps; rows that lack a number or a time are left out."""
     begun: dict[tuple[int, int], Mapping[str, Any]] = {}
     found = []
-    for event in run.events.to_pylist():
+    events = run.events.select([name for name in EVENT_FIELDS if name in run.events.column_names])
+    for event in events.filter(pc.is_in(events["kind"], pa.array(["checkpoint_begin", "checkpoint_end"]))).to_pylist():
         key = (event.get("attempt") or 0, event.get("step"))
         if event.get("kind") == "checkpoint_begin":
             begun[key] = event
@@ -82,20 +87,25 @@ class StepTimes:
     overlaps: BoolArray
 
 
-def _during(end: FloatArray, attempt: FloatArray, seconds: FloatArray, one: Checkpoint) -> BoolArray:
-    return np.asarray((attempt == one.attempt) & (end > one.begin) & (end - seconds < one.end))
+def _during(end: FloatArray, attempt: FloatArray, seconds: FloatArray, one: Checkpoint) -> IntArray:
+    """Rows of the steps that overlap a checkpoint."""
+    near = np.flatnonzero((end > one.begin) & (end - seconds < one.end))
+    return np.asarray(near[attempt[near] == one.attempt])
 
 
 def step_times(run: Run, checkpoints: list[Checkpoint]) -> StepTimes:
     """Compare each step of a run with a line over the padded tokens of those that overlap no checkpoint."""
     steps = run.steps
     end = np.asarray(steps["time"].cast(pa.int64()).to_numpy(), dtype=np.float64) / 1e6
-    attempt, step, seconds = numbers(steps, "attempt", missing=0), numbers(steps, "step"), numbers(steps, "step_s")
+    attempt, step, seconds = numbers(steps, "attempt", missing=0), numbers(steps, "step"), numbers(steps, "step_s").copy()
     overlaps = np.zeros(len(end), dtype=bool)
+    row_of = {key: row for row, key in enumerate(zip(step.tolist(), attempt.tolist(), strict=True))}
     for one in checkpoints:  # the snapshot before a step is not in the step's own time
-        seconds = seconds + np.where((step == one.step) & (attempt == one.attempt), one.snapshot_s + one.wait_s, 0.0)
+        row = row_of.get((one.step, one.attempt))
+        if row is not None:
+            seconds[row] += one.snapshot_s + one.wait_s
     for one in checkpoints:
-        overlaps |= _during(end, attempt, seconds, one)
+        overlaps[_during(end, attempt, seconds, one)] = True
     tokens = numbers(steps, "num_padded_tokens")
     # The first step of a process waits for the pipeline to fill.
     known = np.isfinite(tokens) & np.isfinite(seconds) & np.append(False, attempt[1:] == attempt[:-1])
@@ -116,13 +126,29 @@ def _line(at: FloatArray, x: FloatArray, y: FloatArray) -> FloatArray:
     centre, scale = float(np.median(x)), float(np.ptp(x))
     if scale == 0:
         return np.full(len(at), float(np.median(y)))
-    columns = np.stack([np.ones(len(x)), (x - centre) / scale], axis=1)
+    places = (x - centre) / scale
     smallest = 1e-6 * max(float(np.median(np.abs(y))), 1e-12)
-    weights = np.ones(len(x))
+    weights, before = np.ones(len(x)), np.full(2, np.inf)
     for _ in range(FIT_ROUNDS):
-        found = np.linalg.lstsq(columns * weights[:, None], y * weights, rcond=None)[0]
-        weights = 1 / np.sqrt(np.maximum(np.abs(y - columns @ found), smallest))
+        # Weighted least squares around the weighted means, which is what keeps it accurate.
+        total = weights.sum()
+        middle, level = float(weights @ places) / total, float(weights @ y) / total
+        away = places - middle
+        spread = float(weights @ away**2)
+        slope = float((weights * away) @ (y - level)) / spread if spread > 0 else 0.0
+        found = np.array((level - slope * middle, slope))
+        if np.abs(found - before).max() <= FIT_TOLERANCE * np.abs(found).max():
+            break
+        before = found
+        weights = 1 / np.maximum(np.abs(y - found[0] - slope * places), smallest)
     return np.asarray(found[0] + found[1] * (at - centre) / scale)
+
+
+def checkpoint_tables(run: Run, rng: Generator) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The run's rows of `checkpoints` and the columns of `runs` about them."""
+    found = checkpoints_of(run)
+    times = step_times(run, found)
+    return _rows(run, found, times), _summary(found, times, rng)
 
 
 def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
@@ -131,10 +157,14 @@ def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
     `num_steps` are the steps that overlap it, `slowdown` the median of theirs; null where none does.
     """
     found = checkpoints_of(run)
-    times = step_times(run, found)
+    return _rows(run, found, step_times(run, found))
+
+
+def _rows(run: Run, found: list[Checkpoint], times: StepTimes) -> list[dict[str, Any]]:
     rows = []
     for one in found:
-        during = _during(times.end, times.attempt, times.seconds, one) & np.isfinite(times.slowdown)
+        slowdown = times.slowdown[_during(times.end, times.attempt, times.seconds, one)]
+        slowdown = slowdown[np.isfinite(slowdown)]
         rows.append(
             {
                 "run_id": run.run_id,
@@ -144,8 +174,8 @@ def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
                 "wait_s": one.wait_s,
                 "write_s": one.write_s,
                 "num_bytes": one.num_bytes,
-                "num_steps": int(during.sum()),
-                "slowdown": float(np.median(times.slowdown[during])) if during.any() else None,
+                "num_steps": len(slowdown),
+                "slowdown": float(np.median(slowdown)) if len(slowdown) else None,
             }
         )
     return rows
@@ -158,9 +188,12 @@ def checkpoint_summary(run: Run, rng: Generator) -> dict[str, Any]:
     its 95 % bootstrap interval; the two `_max` are the largest of either kind of step: the noise beside the finding.
     """
     found = checkpoints_of(run)
+    return _summary(found, step_times(run, found), rng)
+
+
+def _summary(found: list[Checkpoint], times: StepTimes, rng: Generator) -> dict[str, Any]:
     columns: dict[str, Any] = dict.fromkeys(SUMMARY_COLUMNS)
     columns["num_checkpoints"] = len(found)
-    times = step_times(run, found)
     usable = np.isfinite(times.slowdown)
     these, others = times.slowdown[usable & times.overlaps], times.slowdown[usable & ~times.overlaps]
     columns["checkpoint_steps"] = len(these)
@@ -178,10 +211,14 @@ def checkpoint_summary(run: Run, rng: Generator) -> dict[str, Any]:
 
 
 def _medians(values: FloatArray, rng: Generator) -> FloatArray:
-    """Medians of resamples; of very many values a part is enough."""
-    if len(values) > MAX_RESAMPLED_STEPS:
-        values = rng.choice(values, MAX_RESAMPLED_STEPS, replace=False)
-    return np.asarray(np.median(rng.choice(values, (NUM_RESAMPLES, len(values))), axis=1))
+    """Medians of resamples, without drawing these: the j-th smallest of n uniform numbers follows Beta(j, n - j + 1), and the
+    next one cuts off a Beta(1, n - j) share of what is left above; a number u stands for the value at place floor(n u)."""
+    n, ordered = len(values), np.sort(values)
+    j = (n + 1) // 2
+    lower = rng.beta(j, n - j + 1, NUM_RESAMPLES)
+    upper = lower if n % 2 else lower + (1 - lower) * rng.beta(1, n - j, NUM_RESAMPLES)
+    places = [np.minimum((n * u).astype(np.int64), n - 1) for u in (lower, upper)]
+    return np.asarray((ordered[places[0]] + ordered[places[1]]) / 2)
 
 
 def checkpoint_line(row: Mapping[str, Any]) -> str | None:

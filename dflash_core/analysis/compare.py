@@ -22,6 +22,8 @@ from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import FloatArray, block_bootstrap, detrended
 
 CONFIDENCE = 0.95
+# More runs (or groups) than these are compared with the first one only.
+ALL_PAIRS_UP_TO = 12
 
 # Metrics that are one number per run: column of `runs`, unit, whether a ratio of two values makes sense.
 SINGLE_VALUES: tuple[tuple[str, str, bool], ...] = (
@@ -91,14 +93,18 @@ def _sd(values: FloatArray, unit: str, rng: Generator) -> Estimate:
 
 
 def comparison_rows(found: Mapping[str, Mapping[str, Estimate]]) -> list[dict[str, Any]]:
-    """The rows of `comparisons` for every pair of runs, in the order given: differences are b minus a.
+    """The rows of `comparisons`, for every pair of runs or, of more than `ALL_PAIRS_UP_TO`, for each one with the first.
+
+    Runs are in the order given, and differences are b minus a.
 
     `ci_low` and `ci_high` bound 95 % of the differences of resamples; null where a metric is one number per run or the
     series is short. `effect_size` is, by `effect_kind`, the `standardised difference` (by the step noise of both runs) or
     the `log ratio` (natural logarithm of b over a); null where neither makes sense.
     """
     rows = []
-    for run_a, run_b in combinations(found, 2):
+    few = len(found) <= ALL_PAIRS_UP_TO
+    first = next(iter(found))
+    for run_a, run_b in combinations(found, 2) if few else ((first, other) for other in found if other != first):
         for metric, a in found[run_a].items():
             b = found[run_b][metric]
             low, high = _interval(a, b)

@@ -9,6 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from dflash_core.analysis.one_run import RunAnalysis, analyze_one
 from dflash_core.analysis.runs import RunFacts
@@ -38,7 +39,7 @@ def analyze_each(
         num_processes = min(default_num_processes(), len(runs), sum(map(_metric_bytes, runs)) // BYTES_PER_PROCESS)
     if num_processes <= 1:
         return [_analyze(number, run, config, bins) for number, run in enumerate(runs)]
-    processes = Processes(num_processes, _nothing, preload=PRELOAD)
+    processes = Processes(num_processes, _one_thread, preload=PRELOAD)
     done = False
     try:
         waiting: deque[Future[RunAnalysis]] = deque()
@@ -60,8 +61,9 @@ def _analyze(number: int, run: RunFacts, config: AnalyzeConfig, bins: pd.DataFra
     return analyze_one(run, config, np.random.default_rng([SEED, number]), bins)
 
 
-def _nothing() -> None:
-    pass
+def _one_thread() -> None:
+    """There is a process per core already."""
+    pa.set_cpu_count(1)
 
 
 def _metric_bytes(run: RunFacts) -> int:

@@ -12,17 +12,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.random import Generator
 
-from dflash_core.analysis.checkpoints import checkpoint_rows
+from dflash_core.analysis.checkpoints import checkpoint_tables
 from dflash_core.analysis.compare import Estimate, estimates
+from dflash_core.analysis.findings.composition import adjusted_loss, loss_part_rows
 from dflash_core.analysis.findings.detect import find_all, finding_rows
 from dflash_core.analysis.findings.finding import Context, Finding
+from dflash_core.analysis.findings.spikes import norm_by_position
+from dflash_core.analysis.findings.waits import waits
 from dflash_core.analysis.history import History, history_of
 from dflash_core.analysis.order import run_length_rows
 from dflash_core.analysis.reader import matrix, numbers
 from dflash_core.analysis.run_tables import bucket_rows, grad_norm_rows, run_row
 from dflash_core.analysis.runs import Run, RunFacts, load_metrics
-from dflash_core.analysis.series import FloatArray
-from dflash_core.analysis.tables import TABLES, table_of
+from dflash_core.analysis.series import FloatArray, detrended
+from dflash_core.analysis.tables import TABLES, in_order, table_of
 from dflash_core.config import AnalyzeConfig
 
 
@@ -47,6 +50,7 @@ class RunAnalysis:
         evals: its evaluation rows.
         depths: None where they were not recorded.
         history: moments and mixes over time.
+        noise: of each step, what `loss` and `expected_acceptance_length` are above their running median; NaN where not finite.
     """
 
     facts: RunFacts
@@ -57,6 +61,7 @@ class RunAnalysis:
     evals: pa.Table
     depths: Depths | None
     history: History
+    noise: Mapping[str, FloatArray]
 
     @property
     def run_id(self) -> str:
@@ -83,31 +88,41 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
         UserError, DataError: see `runs.load_run`.
     """
     run = load_metrics(facts)
-    order_rng, series_rng, finding_rng = rng.spawn(3)
-    row, norms = run_row(run, order_rng), grad_norm_rows(run, config.spike_mad)
+    order_rng, series_rng, finding_rng, parts_rng, positions_rng = rng.spawn(5)
+    checkpoints, about_checkpoints = checkpoint_tables(run, order_rng.spawn(1)[0])
+    row, norms = run_row(run, order_rng, about_checkpoints), grad_norm_rows(run, config.spike_mad)
     found = find_all(run, Context(config, finding_rng, bins))
     rows = {
         "runs": [row],
         "run_lengths": run_length_rows(run),
         "bucket_stats": bucket_rows(run),
         "grad_norms": norms,
-        "checkpoints": checkpoint_rows(run),
+        "checkpoints": checkpoints,
         "findings": finding_rows(found),
-        "loss_parts": [],
-        "run_positions": [],
-        "waits": [],
-        "progress": [],
+        "loss_parts": loss_part_rows(run, parts_rng),
+        "run_positions": norm_by_position(run, positions_rng),
+        "waits": waits(run),
     }
+    tables = {name: in_order(name, table_of(name, content)) for name, content in rows.items()}
     return RunAnalysis(
         facts=facts,
         row=row,
-        tables={**{name: table_of(name, content) for name, content in rows.items()}, "curves": curves(run)},
+        tables={**tables, "curves": curves(run)},
         estimates=estimates(run, row, norms[0], series_rng),
         findings=tuple(found),
         evals=run.evals,
         depths=_depths(run),
         history=history_of(run),
+        noise={name: _noise(numbers(run.steps, name)) for name in ("loss", "expected_acceptance_length")},
     )
+
+
+def _noise(values: FloatArray) -> FloatArray:
+    finite = np.isfinite(values)
+    noise = np.full(len(values), np.nan)
+    if finite.any():
+        noise[finite] = detrended(values[finite])
+    return noise
 
 
 def curves(run: Run) -> pa.Table:
@@ -117,7 +132,7 @@ def curves(run: Run) -> pa.Table:
     columns["run_id"] = pa.array([run.run_id] * len(steps), pa.string())
     columns["step"] = steps["step"]
     columns["num_anchors_seen"] = pa.array(np.cumsum(numbers(steps, "num_anchors", missing=0)).astype(np.int64))
-    columns["loss_adjusted"] = columns["loss"]
+    columns["loss_adjusted"] = pa.array(adjusted_loss(run))
     schema = TABLES["curves"]
     return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 

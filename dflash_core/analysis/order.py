@@ -14,11 +14,14 @@ from dflash_core.analysis.runs import Run
 from dflash_core.bucketing import OrderLevels, order_levels, order_statistics, run_lengths, shortest_possible_longest_run
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
-MAX_PERMUTATIONS = 200
-MIN_PERMUTATIONS = 20
-# Batches that may be shuffled in all: long runs need fewer permutations, as their longest run varies less.
-SHUFFLED_BATCHES = 4_000_000
+NUM_PERMUTATIONS = 200
+# Runs of more batches than these are not shuffled; a formula that is exact for large numbers takes the place.
+MAX_SHUFFLED_BATCHES = 2000
+# With fewer batches outside a bucket the formula's gaps are not independent.
+MIN_OTHERS = 50
+NEGLIGIBLE = 1e-12
 MIXED = -1
 
 
@@ -39,9 +42,11 @@ def run_length_rows(run: Run) -> list[dict[str, Any]]:
 
 def _counted(run_id: str, level: str, orders: list[IntArray]) -> Iterator[dict[str, Any]]:
     encoded = [run_lengths(order) for order in orders]
-    pairs = np.stack([np.concatenate([e[0] for e in encoded]), np.concatenate([e[1] for e in encoded])])
-    kinds, counts = np.unique(pairs, axis=1, return_counts=True)
-    for (bucket, length), count in zip(kinds.T.tolist(), counts.tolist(), strict=True):
+    buckets, lengths = (np.concatenate([pair[part] for pair in encoded]) for part in (0, 1))
+    width = int(lengths.max(initial=0)) + 1
+    pairs, counts = np.unique((buckets - MIXED) * width + lengths, return_counts=True)  # one number for each pair
+    for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
+        bucket, length = pair // width + MIXED, pair % width
         yield {
             "run_id": run_id,
             "level": level,
@@ -99,7 +104,7 @@ def order_summary(run: Run, rng: Generator) -> dict[str, Any]:
         num_tokens=numbers(run.batches, "num_tokens", missing=0),
         num_padded_tokens=numbers(run.batches, "num_padded_tokens", missing=0),
     ).as_dict()
-    shuffled = shuffled_longest_runs(epochs, rng)
+    low, median, high = shuffled_quantiles(epochs, (0.05, 0.5, 0.95), rng)
     bounds = [shortest_possible_longest_run(np.bincount(epoch, minlength=run.num_buckets)) for epoch in epochs]
     return {
         **{key: value for key, value in found.items() if key != "num_batches"},
@@ -110,9 +115,9 @@ def order_summary(run: Run, rng: Generator) -> dict[str, Any]:
         "step_efficiency": _mean([epoch.step_efficiency for epoch in steps]),
         "longest_run_in_epoch": max(int(run_lengths(epoch)[1].max()) for epoch in epochs),
         "shortest_possible_longest_run": max(bounds),
-        "shuffled_longest_run_median": float(np.median(shuffled)),
-        "shuffled_longest_run_p05": float(np.quantile(shuffled, 0.05)),
-        "shuffled_longest_run_p95": float(np.quantile(shuffled, 0.95)),
+        "shuffled_longest_run_median": median,
+        "shuffled_longest_run_p05": low,
+        "shuffled_longest_run_p95": high,
     }
 
 
@@ -150,15 +155,43 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def shuffled_quantiles(epochs: Sequence[IntArray], at: Sequence[float], rng: Generator) -> list[float]:
+    """Quantiles of the longest bucket run inside an epoch when the batches of each epoch are shuffled at random."""
+    few_others = any(0 < len(epoch) - count < MIN_OTHERS for epoch in epochs for count in np.bincount(epoch).tolist())
+    if few_others or sum(map(len, epochs)) <= MAX_SHUFFLED_BATCHES:
+        return [float(value) for value in np.quantile(shuffled_longest_runs(epochs, rng), at)]
+    below = shuffled_distribution(epochs)
+    return [float(np.searchsorted(below, one)) for one in at]
+
+
 def shuffled_longest_runs(epochs: Sequence[IntArray], rng: Generator) -> IntArray:
-    """Longest bucket run inside an epoch, for up to `MAX_PERMUTATIONS` random permutations of the batches of each epoch."""
-    num_batches = sum(len(epoch) for epoch in epochs)
-    draws = int(np.clip(SHUFFLED_BATCHES // num_batches, MIN_PERMUTATIONS, MAX_PERMUTATIONS))
-    longest = np.zeros(draws, dtype=np.int64)
+    """Longest bucket run inside an epoch, for `NUM_PERMUTATIONS` random permutations of the batches of each epoch."""
+    longest = np.zeros(NUM_PERMUTATIONS, dtype=np.int64)
     for epoch in epochs:
         small = epoch.astype(np.int16)
-        for i in range(draws):
+        for i in range(NUM_PERMUTATIONS):
             rng.shuffle(small)
             ends = np.flatnonzero(small[1:] != small[:-1])
             longest[i] = max(longest[i], np.diff(ends, prepend=-1, append=len(small) - 1).max())
     return longest
+
+
+def shuffled_distribution(epochs: Sequence[IntArray]) -> FloatArray:
+    """P(longest bucket run <= m) for m = 0, 1, ... up to where it is 1, when the batches of each epoch are shuffled.
+
+    The N - n batches of other buckets leave N - n + 1 gaps for the n of one bucket. A gap holds at least m of them with
+    probability p = n! (N - m)! / ((n - m)! N!), and gaps and buckets are taken for independent, which they are in the
+    limit: (1 - p)^(N - n + 1), multiplied over buckets and epochs.
+    """
+    total = np.zeros(1)
+    for epoch in epochs:
+        size = len(epoch)
+        for count in np.bincount(epoch).tolist():
+            before = np.arange(count)
+            at_least = np.append(np.exp(np.cumsum(np.log((count - before) / (size - before)))), 0.0)  # 1, 2, ..., count + 1
+            at_least = at_least[: int(np.count_nonzero(at_least > NEGLIGIBLE)) + 1]
+            with np.errstate(divide="ignore"):
+                logs = (size - count + 1) * np.log1p(-at_least)
+            total = np.append(total, np.zeros(max(0, len(logs) - len(total))))
+            total[: len(logs)] += logs
+    return np.asarray(np.exp(total))

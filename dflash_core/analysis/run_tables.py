@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.random import Generator
 
 from dflash_core.analysis.checkpoints import checkpoint_summary
@@ -33,13 +34,16 @@ def last_part(values: FloatArray) -> FloatArray:
     return behind[np.isfinite(behind)]
 
 
-def run_row(run: Run, rng: Generator) -> dict[str, Any]:
+def run_row(run: Run, rng: Generator, checkpoints: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The run's row of `runs`.
 
     Losses are in nats: `final_loss` is the mean over the last tenth of the steps, `loss_sd_detrended` the standard deviation
     around the running median behind the first tenth ("fluffiness"). Acceptance lengths are in tokens, +1 included. The
     shares are of the time of all steps: `data_wait_share` targets waited for batches, `target_wait_share` the drafter
     waited for target states, `draft_share` it computed. `train_s` is the time of all steps.
+
+    Args:
+        checkpoints: the columns about checkpoints, where they are known already.
     """
     manifest, steps = run.manifest, run.steps
     loss, norm = numbers(steps, "loss"), numbers(steps, "grad_norm")
@@ -67,7 +71,7 @@ def run_row(run: Run, rng: Generator) -> dict[str, Any]:
         "acceptance_length_untrained": acceptance(run, "untrained"),
         "lossless": manifest.get("lossless"),
         **order_summary(run, rng),
-        **checkpoint_summary(run, rng.spawn(1)[0]),
+        **(checkpoint_summary(run, rng.spawn(1)[0]) if checkpoints is None else checkpoints),
         "grad_norm_median": float(np.median(finite_norm)) if len(finite_norm) else None,
         "grad_norm_p95": float(np.quantile(finite_norm, 0.95)) if len(finite_norm) else None,
         "tokens_per_s": _ratio(total["num_tokens"], seconds["step"]),
@@ -98,8 +102,8 @@ def acceptance(run: Run, kind: str) -> float | None:
 
 def evals(table: pa.Table, kind: str, metric: str) -> pd.DataFrame:
     """Rows of the stream `evals` of a kind and metric, by step and position; of one that was made again, the last."""
-    frame: pd.DataFrame = table.to_pandas()
-    found = frame[(frame["kind"] == kind) & (frame["metric"] == metric)]
+    wanted = pc.and_(pc.equal(table["kind"], kind), pc.equal(table["metric"], metric))
+    found: pd.DataFrame = table.filter(wanted).to_pandas()
     found = found.drop_duplicates(["step", "source", "position"], keep="last")
     return found.sort_values(["step", "position"], kind="stable")
 

@@ -18,7 +18,16 @@ from dflash_core.provenance import read_json
 
 ENDED = ("completed", "stopped", "failed")
 COMPARABLE_FIELDS = ("dataset_fingerprint", "target")
-COMPARABLE_KEYS = ("bucketing.batches_per_step", "bucketing.token_budget")
+# With what it is where a run of an earlier version does not say. Another loss function, or other weights of its slots, gives
+# losses and gradient norms in another unit; another block size lets an acceptance length grow to another limit.
+COMPARABLE_KEYS: Mapping[str, Any] = {
+    "bucketing.batches_per_step": None,
+    "bucketing.token_budget": None,
+    "train.loss": "cross_entropy",
+    "train.loss_gamma": None,
+    "draft.block_size": None,
+}
+DPACE_KEY = "train.dpace_alpha"
 
 
 @dataclass(frozen=True)
@@ -131,8 +140,11 @@ def _document(path: Path) -> Mapping[str, Any]:
 def _one_per_key(table: pa.Table, key: str) -> pa.Table:
     """One row per key, of its last attempt, sorted by key."""
     table = last_attempts(table, (key,))
-    order = np.argsort(numbers(table, key), kind="stable")
-    values = numbers(table, key)[order]
+    values = numbers(table, key)
+    if (values[1:] > values[:-1]).all():
+        return table
+    order = np.argsort(values, kind="stable")
+    values = values[order]
     is_last = np.append(values[1:] != values[:-1], True)
     return table.take(pa.array(order[is_last]))
 
@@ -162,9 +174,13 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def incomparable(runs: Sequence[RunFacts]) -> list[str]:
-    """What forbids a plain comparison: other data, target or step size. One line per difference, none when all agree."""
+    """What forbids a plain comparison: other data, target, step size or loss. One line per difference, none when all agree."""
     values = {field: [run.manifest.get(field) for run in runs] for field in COMPARABLE_FIELDS}
-    values |= {key: [run.setting(key) for run in runs] for key in COMPARABLE_KEYS}
+    values |= {
+        key: [usual if run.setting(key) is None else run.setting(key) for run in runs] for key, usual in COMPARABLE_KEYS.items()
+    }
+    if "dpace" in values["train.loss"]:  # no other loss heeds it
+        values[DPACE_KEY] = [run.setting(DPACE_KEY) for run in runs]
     return [
         f"{label}: " + ", ".join(f"{run.name} has {value}" for run, value in zip(runs, found, strict=True))
         for label, found in values.items()
@@ -174,17 +190,18 @@ def incomparable(runs: Sequence[RunFacts]) -> list[str]:
 
 def config_differences(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
     """The dotted configuration keys that the runs do not share, with one value per run; the run's own name is left out."""
-    flat = [_flatten(run.config) for run in runs]
+    flat = [flatten(run.config) for run in runs]
     keys = sorted({key for config in flat for key in config})
     different = {key: [config.get(key) for config in flat] for key in keys if key not in ("name", "run_id")}
     return {key: values for key, values in different.items() if len({repr(value) for value in values}) > 1}
 
 
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration as dotted keys."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
         if isinstance(item, Mapping):
-            flat |= _flatten(item, f"{prefix}{key}.")
+            flat |= flatten(item, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = item
     return flat

@@ -19,6 +19,9 @@ TREND_STEPS = 61
 END_STEPS = 5
 MIN_STEPS_FOR_INTERVAL = 20
 NUM_RESAMPLES = 1000
+# A resample has no more blocks than this. Longer ones than the autocorrelation asks for bias nothing; how wide an interval is
+# then varies by 3 %, as it does with this many resamples.
+MAX_BLOCKS = 400
 
 
 def running_median(values: FloatArray, width: int) -> FloatArray:
@@ -107,11 +110,11 @@ def block_bootstrap(values: FloatArray, rng: Generator, num_resamples: int = NUM
     n = len(values)
     if n < MIN_STEPS_FOR_INTERVAL:
         return None
-    length = block_length(values)
+    length = max(block_length(values), ceil(n / MAX_BLOCKS))
     centre = values.mean()
     centred = values - centre
     blocks = ceil(n / length)
-    starts = rng.integers(0, n, size=(num_resamples, blocks))
+    starts = rng.integers(0, n, size=(num_resamples, blocks), dtype=np.int32)
     first = _block_sums(centred, length)[starts].sum(axis=1) / (blocks * length)
     second = _block_sums(centred**2, length)[starts].sum(axis=1) / (blocks * length)
     sd = np.sqrt(np.maximum(second - first**2, 0))

@@ -34,6 +34,8 @@ LABELS = {
     "anchors_per_s": "throughput, anchors",
     "data_wait_share": "targets waited for data",
     "target_wait_share": "drafter waited for targets",
+    "loss_at_equal_anchors": "loss at equal anchors seen",
+    "expected_acceptance_at_equal_anchors": "expected acceptance length at equal anchors seen",
 }
 # Differences that the summary puts in words, when they have an interval.
 TOLD = ("final_loss", "loss_sd_detrended", "grad_norm_mean", "grad_norm_sd_detrended")

@@ -20,6 +20,7 @@ from dflash_core.data.files import adopt_parts, remove_other_parts, remove_unfin
 from dflash_core.data.histogram import write_length_bins
 from dflash_core.data.merge import Merged, merge_parts
 from dflash_core.data.progress import PrepareProgress, ProgressCounter
+from dflash_core.data.regenerate_folder import check_mode, find_answers
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
 from dflash_core.data.sources import expand_files, one_line
 from dflash_core.data.store import MANIFEST, NO_FAULT, REJECTS, SCHEMA_VERSION, TOKENS
@@ -142,6 +143,9 @@ class _Job:
         }
         self._files, repeated = take_files(expand_files(config.files), decisive)
         self._origin = {**origin, "repeated_files": [asdict(item) for item in repeated]}
+        if answers := find_answers(self._files):  # made by `dflash regenerate`: by whom and in which mode
+            check_mode(answers, tokenizer, config.template_variables)
+            self._origin["answers"] = answers
 
     def reusable(self) -> dict[str, Any] | None:
         """The manifest of the dataset that is there, if it is whole and was made from the same things."""

@@ -1,0 +1,24 @@
+"""Answers alone: `python -m flows.regenerate EXPERIMENT.yaml`. The target answers the prompts of `regenerate.files`."""
+
+from __future__ import annotations
+
+import sys
+
+from flows.command import main
+
+if __name__ == "__main__":  # above the import of Prefect: see flows/command.py
+    sys.exit(main("regenerate"))
+
+from typing import Any
+
+from prefect import flow
+
+from flows import tasks
+from flows.tasks import Request
+
+
+@flow(name="dflash-regenerate")
+def regenerate(config: Request) -> dict[str, Any]:
+    """Have the target answer the prompts of an experiment anew."""
+    answers = tasks.regenerate(config.load())
+    return {"paths": {"answers": str(answers["path"])}}
