@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dflash_core import cli_registry
 from dflash_core.errors import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED_BY_SIGNAL,
@@ -27,11 +28,12 @@ from dflash_core.errors import (
 )
 
 app = typer.Typer(
-    help="Trains DFlash drafters: regenerate, prepare, plan, simulate, train, watch, evaluate, export, analyze, doctor.",
+    help="Trains DFlash drafters: regenerate, prepare, plan, simulate, train, watch, evaluate, export, analyze, doctor, registry.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cli_registry.app, name="registry")
 Experiment = Annotated[Path, typer.Argument(help="Experiment file (YAML)")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Change a key of the experiment: a.b=value; may be repeated")]
 RunName = Annotated[str | None, typer.Option("--run", help="Name of one run of the experiment")]

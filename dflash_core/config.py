@@ -257,13 +257,19 @@ class RegenerateConfig(Config):
 
 
 class RetrainConfig(Config):
-    """When a retrained drafter replaces the current one of the registry."""
+    """What a retraining begins with, and when its drafter replaces the current one of the registry (docs/registry.md)."""
 
     min_gain: Annotated[float, Field(ge=0)] = Field(
         0.0, description="Tokens per target forward by which it must accept more, with the whole interval of the difference"
     )
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = Field(0.95, description="Confidence of that interval")
+    min_prompts: Annotated[int, Field(ge=2)] = Field(16, description="With fewer held-out prompts nothing is promoted")
     require_lossless: bool = Field(True, description="Promote only a drafter whose output equals plain greedy decoding")
+    same_block_size: bool = Field(
+        True, description="Promote only a drafter with the current one's block size, which stands in the commands that serve it"
+    )
+    warm_start: bool = Field(True, description="Begin with the weights of the current drafter, where there is one")
+    force: bool = Field(False, description="Train even where the data hold nothing that the current drafter has not seen")
     approval: bool = Field(False, description="Ask a person in Prefect before promoting")
     approval_timeout_s: PositiveFloat = Field(86400.0, description="Without an answer for so long, the current one stays")
 

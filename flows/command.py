@@ -32,6 +32,7 @@ HELP = {
     "train": "Train the runs of an experiment, or one of them.",
     "evaluate": "Evaluate the trained runs of an experiment, or one of them.",
     "analyze": "Compare the runs of an experiment and write the report.",
+    "retrain": "Train a drafter on new data from the current one, and promote it if it is better.",
 }
 
 
@@ -68,7 +69,7 @@ def _parser(stage: str) -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=VALUE", dest="overrides", help="change a key")
     parser.add_argument("--keep-server", action="store_true", help="leave the background Prefect server running")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    if stage in ("train", "evaluate"):
+    if stage in ("train", "evaluate", "retrain"):
         parser.add_argument("--run", metavar="NAME", help="only this run of the experiment")
     return parser
 
@@ -114,7 +115,10 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
 
 
 def _check(stage: str, path: str, overrides: Sequence[str], run: str | None) -> None:
-    """Everything that can be known before the server is started: file, keys, topology, target, input files."""
+    """Everything that can be known before the server is started: file, keys, topology, target, input files.
+
+    Of a retraining the target is looked into only where there is something to train, for that loads it.
+    """
     from dflash_core.experiment import check, load_experiment
     from dflash_core.experiment_regenerate import check_regenerate
 
@@ -124,8 +128,15 @@ def _check(stage: str, path: str, overrides: Sequence[str], run: str | None) -> 
         raise UserError(f"{path}: no run {run!r}; there are: {', '.join(names)}")
     if stage == "regenerate":  # makes the files that the other stages look for
         check_regenerate(config)
-    else:
-        check(config)
+        return
+    if stage == "retrain":
+        from dflash_core.experiment_retrain import look
+
+        if len(names) > 1 and run is None:
+            raise UserError(f"{path}: a retraining is one run; choose one with --run: {', '.join(names)}")
+        if look(dict(config.variants())[run or names[0]]).nothing_new is not None:
+            return
+    check(config)
 
 
 def _flush_prefect() -> None:
@@ -142,6 +153,8 @@ def _show(result: dict[str, Any]) -> None:
     output = Console()
     if rows := result.get("table"):
         output.print(_table(rows))
+    if text := result.get("text"):
+        output.print(text, soft_wrap=True, highlight=False, markup=False)
     for name, path in result.get("paths", {}).items():
         output.print(f"{name}: {path}", soft_wrap=True, highlight=False)
 

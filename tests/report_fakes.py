@@ -21,7 +21,7 @@ from dflash_core.analysis.tables import TABLES, table_of
 from dflash_core.config import AnalyzeConfig
 
 CONFIG = AnalyzeConfig()
-STAGES = ("draft", "waiting for targets", "optimizer", "other")
+STAGES = ("drafter.forward", "drafter.wait", "drafter.optimizer", "target.forward")
 
 
 def finding(run_id: str, kind: str = "loss_composition", **changes: Any) -> Finding:
@@ -58,7 +58,7 @@ def content(runs: Sequence[RunAnalysis], histogram: pd.DataFrame | None = None, 
     comparisons = comparison_rows({run.run_id: run.estimates for run in runs})
     tables = {name: pa.concat_tables([run.tables[name] for run in runs]) for name in runs[0].tables}
     tables["comparisons"] = table_of("comparisons", comparisons)
-    tables |= {name: table_of(name, []) for name in ("groups", "group_comparisons")}
+    tables |= {name: table_of(name, []) for name in ("progress", "groups", "group_comparisons")}
     histories = {run.run_id: history_of(load_metrics(run.facts)) for run in runs}
     return Content(runs, comparisons, tables, CONFIG, [], histogram, bins, histories)
 

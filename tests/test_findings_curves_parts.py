@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_core.analysis.findings.composition import adjusted_loss, bucket_shares, fit_composition, loss_parts
 from dflash_core.analysis.findings.curve_tools import (
     binomial_range,
     binomial_tail,
@@ -24,6 +23,7 @@ from dflash_core.analysis.findings.curves import CURVE_DETECTORS
 from dflash_core.analysis.findings.divergence import explosions
 from dflash_core.analysis.findings.finding import Context
 from dflash_core.analysis.findings.jumps import recurrent_jumps, upward_jumps
+from dflash_core.analysis.findings.loss_parts import adjusted_loss, bucket_shares, fit_composition, loss_parts
 from dflash_core.analysis.findings.positions import dead_slots
 from dflash_core.analysis.findings.reset_causes import lr_changes
 from dflash_core.analysis.findings.spikes import Runs, best_overlap, first_of_bursts, norm_by_position, positions

@@ -14,9 +14,9 @@ from numpy.random import Generator
 
 from dflash_core.analysis.checkpoints import checkpoint_tables
 from dflash_core.analysis.compare import Estimate, estimates
-from dflash_core.analysis.findings.composition import adjusted_loss, loss_part_rows
 from dflash_core.analysis.findings.detect import find_all, finding_rows
 from dflash_core.analysis.findings.finding import Context, Finding
+from dflash_core.analysis.findings.loss_parts import adjusted_loss, loss_part_rows
 from dflash_core.analysis.findings.spikes import norm_by_position
 from dflash_core.analysis.findings.waits import waits
 from dflash_core.analysis.history import History, history_of

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from dflash_core.analysis.findings.composition import bucket_shares, composition_effect, fit_composition
 from dflash_core.analysis.findings.curve_tools import Curves, IntArray, curves_of, listed, steps_condition
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.findings.jumps import Jump, merged, recurrent_jumps, upward_jumps
+from dflash_core.analysis.findings.loss_parts import bucket_shares, composition_effect, fit_composition
 from dflash_core.analysis.findings.reset_causes import MAX_TAIL, NAMES, Candidate, candidates, named_causes, point_events
 from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import FloatArray

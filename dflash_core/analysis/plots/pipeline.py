@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,24 +17,42 @@ from dflash_core.analysis.series import FloatArray
 MAX_QUEUE_PLOTS = 6
 MAX_DISPATCH_PLOTS = 6
 MAX_AHEAD_IN_TURN = 2.0
+# Who has time of its own, and what is no part of it: a share of another stage, or nobody's time.
+ACTORS = ("drafter", "target", "loader")
+NO_PART = ("target.queued",)
+MOST_WITH_ALL_ACTORS = 4
 
 
 def wait_plot(runs: Sequence[RunAnalysis], waits: pd.DataFrame) -> Plot | None:
-    """Shares of the time by stage (table `waits`), the mean over a run's cells; None where there are no rows."""
-    shares = waits.dropna(subset=["share_of_time"]).groupby(["run_id", "stage"])["share_of_time"].mean()
-    if not len(shares):
+    """What the drafter, the targets and the loaders spent their time on (table `waits`), the mean over a run's cells; of many
+    runs the drafters only. None where there are no rows."""
+    rows = waits.dropna(subset=["share_of_time"])
+    rows = rows.assign(actor=rows["stage"].str.split(".").str[0], part=rows["stage"].str.split(".").str[-1])
+    rows = rows[rows["actor"].isin(ACTORS) & ~rows["stage"].isin(NO_PART)]
+    if not len(rows):
         return None
-    figure = _bars_by_run(runs, shares, list(dict.fromkeys(waits["stage"])), "share of the time")
-    caption = "Share of the run's time that each stage took or waited, mean over the cells; the longest part is what to shorten."
+    actors = ACTORS if len(runs) <= MOST_WITH_ALL_ACTORS else ACTORS[:1]
+    bars = {(run.run_id, actor): f"{run.name}: {actor}" for run in runs for actor in actors}
+    shares = rows.groupby(["run_id", "actor", "part"], as_index=False)["share_of_time"].mean()
+    columns = (shares[name].tolist() for name in ("run_id", "actor", "part", "share_of_time"))
+    known = {((run_id, actor), part): share for run_id, actor, part, share in zip(*columns, strict=True)}
+    figure = _bars(bars, known, list(dict.fromkeys(rows["part"])), "share of its time")
+    caption = (
+        "What each side of the pipeline spent its time on, mean over its threads and cells. Idle or waiting: another side, or a "
+        "shared core, is what holds it up."
+    )
     return Plot("waits", "Where the time went", caption, figure)
 
 
 def loss_parts_plot(runs: Sequence[RunAnalysis], parts: pd.DataFrame) -> Plot | None:
     """The loss variance by cause (table `loss_parts`); None where there are no rows."""
-    shares = parts.dropna(subset=["share"]).groupby(["run_id", "part"])["share"].mean()
+    shares = parts.dropna(subset=["share"])
     if not len(shares):
         return None
-    figure = _bars_by_run(runs, shares, list(dict.fromkeys(parts["part"])), "share of the loss variance", _intervals(parts))
+    columns = (shares[name].tolist() for name in ("run_id", "part", "share"))
+    known = {(run_id, part): share for run_id, part, share in zip(*columns, strict=True)}
+    names = {run.run_id: run.name for run in runs}
+    figure = _bars(names, known, list(dict.fromkeys(parts["part"])), "share of the loss variance", _intervals(parts))
     caption = (
         "The variance of the loss by cause; a large part from the mix of buckets means that the fluff is not training noise."
     )
@@ -46,22 +65,21 @@ def _intervals(parts: pd.DataFrame) -> dict[tuple[str, str], str]:
     return {(run_id, part): f" (95 %: {low:.1%} to {high:.1%})" for run_id, part, low, high in zip(*columns, strict=True)}
 
 
-def _bars_by_run(
-    runs: Sequence[RunAnalysis],
-    shares: pd.Series,
+def _bars(
+    bars: Mapping[Any, str],
+    known: Mapping[tuple[Any, str], float],
     parts: Sequence[str],
     axis: str,
-    more: Mapping[tuple[str, str], str] | None = None,
+    more: Mapping[tuple[Any, str], str] | None = None,
 ) -> go.Figure:
-    """A stacked bar per run, the first run on top."""
+    """A stacked bar for each key of `bars`, which gives its name, the first on top; `known` is by key and part."""
     figure = go.Figure()
-    known = shares.to_dict()
-    shown = [run for run in runs if any((run.run_id, part) in known for part in parts)]
-    names = [label(run.name) for run in shown]
+    shown = {key: label(name) for key, name in bars.items() if any((key, part) in known for part in parts)}
+    names = list(shown.values())
     for number, part in enumerate(parts):
-        values = np.array([known.get((run.run_id, part), np.nan) for run in shown])
+        values = np.array([known.get((key, part), np.nan) for key in shown])
         texts = [f"{value:.0%}" if value >= 0.08 else "" for value in values]
-        hints = [(more or {}).get((run.run_id, part), "") for run in shown]
+        hints = [(more or {}).get((key, part), "") for key in shown]
         figure.add_bar(
             y=names,
             x=small(values),
