@@ -14,12 +14,12 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Order = Literal["diverse", "shuffle", "grouped", "sorted"]
+Order = Literal["diverse", "shuffle", "grouped", "clustered", "sorted"]
 Strategy = Literal["padded", "packed"]
 LayerType = Literal["full_attention", "sliding_attention"]
 Loss = Literal["cross_entropy", "dpace", "kl", "total_variation"]
 RowField = Literal["messages", "prompt", "response", "text", "tools", "id", "source", "finish_reason"]
-Dispatch = Literal["round_robin", "least_loaded", "per_worker"]
+Dispatch = Literal["round_robin", "least_loaded", "per_worker", "per_worker_skipping"]
 
 
 class Config(BaseModel):
@@ -191,7 +191,9 @@ class PrefetchConfig(Config):
     """The prefetcher of a cell."""
 
     num_workers: PositiveInt = Field(4, description="Loading threads")
-    dispatch: Dispatch = Field("round_robin", description="How batches are given to targets; per_worker is the historic fault")
+    dispatch: Dispatch = Field(
+        "round_robin", description="How batches are given to targets; the two per_worker kinds are the historic fault"
+    )
     queue_batches: PositiveInt = Field(8, description="Most batches in one target's queue")
     max_bytes: PositiveInt = Field(2 * 1024**3, description="Most bytes of loaded batches and features in flight per cell")
     stats_every_steps: PositiveInt = Field(10, description="Steps between two snapshots of the prefetcher in the metrics")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dflash_core.data import PrepareProgress
     from dflash_core.model.spec import DraftSpec
 
-ORDERS = ("diverse", "shuffle", "grouped", "sorted")
+ORDERS = ("diverse", "shuffle", "grouped", "clustered", "sorted")
 
 
 def workspace() -> Path:

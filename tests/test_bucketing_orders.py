@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dflash_core.bucketing import order_statistics, plan_epoch, shortest_possible_longest_run
 from dflash_core.bucketing.diverse import _Filling, diverse, diverse_buckets, pressing_bucket
-from dflash_core.bucketing.orders import grouped
+from dflash_core.bucketing.orders import STRETCH, clustered, grouped
 
 multisets = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 with_majority = st.builds(
@@ -260,3 +260,17 @@ def test_half_of_ten_thousand_batches_in_one_bucket(lengths_of_the_wide_case: np
     assert shuffled.runs_z is not None and abs(shuffled.runs_z) < 4
     # One bucket per step is the worst composition: sd sqrt(0.52 * 0.48) = 0.5.
     assert found["grouped"].step_share_sd == pytest.approx(0.5, abs=0.01)
+
+
+@given(multisets | with_majority, st.integers(0, 2**32))
+@settings(max_examples=50, deadline=None)
+def test_clustered_comes_in_stretches_whatever_the_step(counts: list[int], seed: int) -> None:
+    """All stretches but those of the rests are of one bucket; with steps of one batch as with any other."""
+    bucket = np.repeat(np.arange(len(counts)), counts)
+    order = clustered(bucket, np.random.default_rng(seed))
+    assert sorted(order.tolist()) == list(range(len(bucket)))
+    stretches = [set(bucket[order[i : i + STRETCH]].tolist()) for i in range(0, len(bucket) // STRETCH * STRETCH, STRETCH)]
+    assert sum(len(held) == 1 for held in stretches) >= sum(n // STRETCH for n in counts)
+    lengths = np.repeat([8, 16, 24], [80, 60, 60])
+    plans = [plan_epoch(lengths, [8, 16, 24], token_budget=24, batches_per_step=g, order="clustered", seed=seed) for g in (1, 4)]
+    assert plans[0].bucket.tolist() == plans[1].bucket.tolist()

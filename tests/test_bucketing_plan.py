@@ -16,7 +16,7 @@ from dflash_core.bucketing import EpochPlan, choose_boundaries, order_statistics
 from dflash_core.bucketing.cells import assign_cells
 from dflash_core.errors import ConfigError, DataError
 
-ORDERS = ["diverse", "shuffle", "grouped", "sorted"]
+ORDERS = ["diverse", "shuffle", "grouped", "clustered", "sorted"]
 
 
 @st.composite

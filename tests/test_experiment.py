@@ -135,7 +135,7 @@ def test_plan_reports_every_order(micro_experiment: Path) -> None:
     config = root.load_experiment(micro_experiment)
     root.prepare(config)
     result = root.plan(config)
-    assert set(result["orders"]) == {"diverse", "shuffle", "grouped", "sorted"}
+    assert set(result["orders"]) == {"diverse", "shuffle", "grouped", "clustered", "sorted"}
     diverse = result["orders"]["diverse"]
     assert diverse["longest_run"] == diverse["shortest_possible_longest_run"]
     assert sum(result["bucket_pct"]) == pytest.approx(100, abs=0.1)

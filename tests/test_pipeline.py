@@ -86,7 +86,7 @@ def test_round_robin_follows_the_plan_whatever_the_workers_do(workers: int) -> N
         assert prefetcher.get_batch_stats()["dispatched_per_target"] == [20, 20, 20]
 
 
-@pytest.mark.parametrize("dispatch", ["round_robin", "least_loaded", "per_worker"])
+@pytest.mark.parametrize("dispatch", ["round_robin", "least_loaded", "per_worker", "per_worker_skipping"])
 def test_nothing_is_lost_or_repeated(dispatch: str) -> None:
     taken, prefetcher = run_prefetcher(50, jittery_load(1), num_targets=3, num_workers=4, dispatch=dispatch, queue_batches=2)
     assert sorted(item.planned.seq_no for items in taken for item in items) == list(range(50))

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -285,7 +285,7 @@ def train_all(
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 400), st.integers(1, 400), st.integers(1, 3),
-    st.integers(1, 4), st.integers(1, 4), st.sampled_from(("round_robin", "least_loaded", "per_worker")),
+    st.integers(1, 4), st.integers(1, 4), st.sampled_from(get_args(Policy)),
 )  # fmt: skip
 def test_no_bounds_lock_the_pipeline_up(
     sizes: list[int], max_bytes: int, queue_bytes: int, capacity: int, targets: int, workers: int, policy: Policy
@@ -299,7 +299,7 @@ def test_no_bounds_lock_the_pipeline_up(
     assert all(count <= capacity for count in prefetcher.waits()["queue_max_depths"])
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "per_worker"])
+@pytest.mark.parametrize("policy", get_args(Policy))
 def test_nothing_in_the_pipeline_waits_for_a_poll(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """All bounds are tight, so that every kind of wait occurs; a poll comes every half minute only."""
     monkeypatch.setattr(threads, "POLL_S", 30.0)

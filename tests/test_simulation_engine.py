@@ -189,7 +189,7 @@ def cases(draw: Any) -> dict[str, Any]:
         "num_workers": draw(st.integers(1, 3)),
         "queue_batches": draw(st.integers(1, 3)),
         "max_bytes": draw(st.integers(1, 20)),
-        "dispatch": draw(st.sampled_from(["round_robin", "least_loaded", "per_worker"])),
+        "dispatch": draw(st.sampled_from(["round_robin", "least_loaded", "per_worker", "per_worker_skipping"])),
         "step_work": StepWork(draw(st.floats(0, 0.3)), draw(st.floats(0, 0.3))),
         "machine": draw(st.sampled_from([Machine(), Machine(colocated=True), Machine(cores=1), Machine(cores=2)])),
     }

@@ -7,6 +7,9 @@ from numpy.random import Generator
 
 from dflash_core.bucketing.lengths import FloatArray, IntArray
 
+# Batches of a stretch in `clustered`: as long as the runs that shuffling gives a majority bucket, and most are longer.
+STRETCH = 8
+
 
 def shuffle(num_batches: int, rng: Generator) -> IntArray:
     """Plain random order: the longest run of a majority bucket grows with the logarithm of the epoch."""
@@ -30,6 +33,14 @@ def grouped(bucket: IntArray, batches_per_step: int, rng: Generator) -> IntArray
     num_full = len(flat) // batches_per_step
     steps = flat[: num_full * batches_per_step].reshape(num_full, batches_per_step)
     return np.concatenate((steps[rng.permutation(num_full)].ravel(), flat[num_full * batches_per_step :]))
+
+
+def clustered(bucket: IntArray, rng: Generator) -> IntArray:
+    """Stretches of `STRETCH` batches of one bucket, as far as counts allow, in random order, whatever the size of a step.
+
+    With one batch in a step `grouped` is a plain shuffle; here steps that follow each other then share their bucket.
+    """
+    return grouped(bucket, STRETCH, rng)
 
 
 def by_length(mean_length: FloatArray) -> IntArray:

@@ -4,7 +4,7 @@ The plan decides and threads only execute, so `plan_epoch` is a pure function of
 and touches no data. What is linear in the number of sequences runs in numpy; only the order of batches is a Python loop.
 
 Batches are formed anew each epoch, from a random order of the sequences (`forming`, `packing`), and independently of the
-order of batches: for one seed and epoch, all four orders hold the same batches, so comparing them compares nothing else.
+order of batches: for one seed and epoch, all orders hold the same batches, so comparing them compares nothing else.
 The number of random padded batches is the same in every epoch; that of sorted or packed ones varies a little.
 """
 
@@ -202,7 +202,8 @@ def plan_epoch(
         batches_per_step: batches of an optimizer step, over all cells; the last step of an epoch has what is left.
         num_cells: cells that share a step.
         order: `diverse` keeps the longest bucket run at R* and every prefix near its quota; `shuffle`, `grouped` (one
-            bucket per step where counts allow) and `sorted` (by length) exist to be compared with.
+            bucket per step where counts allow), `clustered` (stretches of one bucket) and `sorted` (by length) exist to be
+            compared with.
         seed: with `epoch` it decides every random choice.
         epoch: number of the epoch.
         strategy: `padded` batches hold sequences of one bucket, padded to the longest; `packed` ones are rows of whole
@@ -279,4 +280,6 @@ def _order(bucket: IntArray, mean_length: FloatArray, settings: PlanSettings, rn
         return orders.shuffle(len(bucket), rng)
     if settings.order == "grouped":
         return orders.grouped(bucket, settings.batches_per_step, rng)
+    if settings.order == "clustered":
+        return orders.clustered(bucket, rng)
     return orders.by_length(mean_length)

@@ -33,8 +33,8 @@ class BatchStats:
     Writers replace the counts as a whole, one after the other; so a reader takes them with one look, without a lock, and
     neither waits for writers nor makes them wait.
 
-    With an ordered dispatch policy (all but `per_worker`) batches are recorded in plan order, so the bucket runs are
-    those that training will meet.
+    With an ordered dispatch policy (all but those with private counters) batches are recorded in plan order, so the bucket
+    runs are those that training will meet.
     """
 
     def __init__(self, num_buckets: int, num_targets: int) -> None:

@@ -6,7 +6,7 @@ Workers load side by side, but batches are dispatched in plan order, one at a ti
 counts and the statistics are then functions of the plan alone. A batch that was loaded before its turn is staged, and its worker
 goes on to the next; whoever brings the batch whose turn it is dispatches it and all staged ones behind it. At most `STAGED` * W
 batches are staged, so one slow load lets the others idle only when they are that far ahead, and the queues cover it until then.
-`per_worker` dispatches as it comes, like the historic fault.
+The policies with private counters dispatch as it comes, like the historic fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from dflash_core.pipeline.batch_stats import BatchStats
 from dflash_core.pipeline.budget import ByteBudget
 from dflash_core.pipeline.channel import Channel, Closed
-from dflash_core.pipeline.dispatch import Policy, make_dispatch
+from dflash_core.pipeline.dispatch import PRIVATE, Policy, make_dispatch
 from dflash_core.pipeline.threads import Supervisor
 from dflash_core.records import BatchShape, PlannedBatch
 
@@ -161,7 +161,7 @@ class BatchPrefetcher:
     def _dispatch(self, turn: int, worker: int, loaded: Loaded) -> None:
         """Dispatch a batch when it is its turn, or stage it for whoever dispatches the one before."""
         with self._lock:
-            if self._settings.dispatch == "per_worker":
+            if self._settings.dispatch in PRIVATE:
                 self._send(worker, loaded)
                 return
             window = STAGED * self._settings.num_workers

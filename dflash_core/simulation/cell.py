@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_core.config import Dispatch
+from dflash_core.pipeline.dispatch import PRIVATE, PrivateCounter
 from dflash_core.simulation.clock import Clock, Pool
 
 
@@ -124,7 +125,9 @@ class SimulatedCell:
         self._feed: deque[int] = deque()
         self._idle_workers = deque(range(settings.num_workers))
         self._loaded: dict[int, int] = {}  # batch -> the worker that waits for its turn
-        self._turn, self._counters = 0, [0] * settings.num_workers
+        self._turn = 0
+        skips = settings.dispatch == "per_worker_skipping"
+        self._counters = [PrivateCounter(worker, skips) for worker in range(settings.num_workers)]
         self._turn_target: int | None = None
         self._queues = [Queue() for _ in range(settings.num_targets)]
         self._ready: set[int] = set()
@@ -167,9 +170,8 @@ class SimulatedCell:
             self._pools.loaders.start(self._works[batch].load_s, lambda w=worker, b=batch: self._end_load(w, b))  # type: ignore[misc]
 
     def _end_load(self, worker: int, batch: int) -> None:
-        if self._settings.dispatch == "per_worker":  # no turns: it goes to the worker's own next target
-            target = self._counters[worker] % len(self._queues)
-            self._counters[worker] += 1
+        if self._settings.dispatch in PRIVATE:  # no turns: it goes to the worker's own next target
+            target = self._counters[worker].draw() % len(self._queues)
             self._queues[target].chosen.append((batch, worker))
             self._fill(target)
         else:
@@ -195,7 +197,7 @@ class SimulatedCell:
             queue.items.append(batch)
             queue.load += self._works[batch].num_padded_tokens
             queue.num_put += 1
-            if self._settings.dispatch != "per_worker":
+            if self._settings.dispatch not in PRIVATE:
                 self._turn += 1
                 self._turn_target = None
             self._idle_workers.append(worker)

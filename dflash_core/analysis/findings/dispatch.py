@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,8 @@ from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.findings.pipeline_rows import RESAMPLES, column, lists, plain
 from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import MIN_STEPS_FOR_INTERVAL, BoolArray, FloatArray, block_bootstrap
+from dflash_core.config import Dispatch
+from dflash_core.pipeline.dispatch import PRIVATE
 
 # Counts: the largest less the smallest, of the mean count and in batches. Round robin has at most 1 batch; a handful out of
 # thousands harms nobody.
@@ -86,7 +88,7 @@ def find_unequal_dispatch(run: Run, context: Context) -> list[Finding]:
     Judged only where `prefetch.dispatch` is known. Nothing with one target, or with fewer than 8 batches a target.
     """
     policy = run.setting("prefetch.dispatch")
-    if policy not in ("round_robin", "least_loaded", "per_worker"):
+    if policy not in get_args(Dispatch):
         return []
     found: list[Finding] = []
     for queues in _queues(run):
@@ -191,7 +193,7 @@ def _judge(run: Run, queues: Queues, policy: str, rng: Generator) -> Finding | N
         return _by_depths(run, queues, policy, spread, threshold, capacity)
     if queues.counts_are_unequal:
         return _by_counts(run, queues, policy, spread if deep else None, capacity)
-    if not deep or spread is None or not (policy == "per_worker" or _somebody_pays(queues, spread)):
+    if not deep or spread is None or not (policy in PRIVATE or _somebody_pays(queues, spread)):
         return None
     return _by_depths(run, queues, policy, spread, threshold, capacity)
 
@@ -217,9 +219,9 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
     most, fewest = int(counts.argmax()), int(counts.argmin())
     spread_share = queues.count_spread
     strength: Strength = "strong" if spread_share >= 0.3 or spread is not None else "moderate" if spread_share >= 0.2 else "weak"
-    private = policy == "per_worker"
+    private = policy in PRIVATE
     cause = (
-        "Every loading thread has a counter of its own (prefetch.dispatch: per_worker), so nothing keeps the counts equal."
+        f"Every loading thread has a counter of its own (prefetch.dispatch: {policy}), so nothing keeps the counts equal."
         if private
         else "Round robin with one shared counter would give counts that differ by at most 1."
     )
@@ -287,7 +289,7 @@ def _cause(queues: Queues, policy: str, spread: Spread) -> tuple[str, str, str]:
     if dearer >= DEARER:
         text = f"{same}, but the batches of target {spread.deepest} hold {dearer:.2f} times as many padded tokens as the others'."
         return "uneven batches", text, f"{advice}."
-    if policy == "per_worker":
+    if policy in PRIVATE:
         text = f"{same}, but every loading thread has a counter of its own, so one target gets several batches in a row."
         return "private counters", text, "Set prefetch.dispatch: round_robin or least_loaded."
     return "depths", f"{same}, and so are the targets' speeds and the sizes of their batches, as far as recorded.", f"{advice}."
