@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,14 +68,20 @@ class Workplace:
         return self.home / "runs" / f"{experiment}-{run}"
 
     def ask(self, path: str, **body: Any) -> Any:
-        """Ask Prefect's API."""
+        """Ask Prefect's API; a server whose database is busy for the moment (503) is asked again, as Prefect's client does."""
         running = server.find(self.home)
         assert running is not None
         request = urllib.request.Request(
             f"{running.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
         )
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return json.load(answer)
+        for attempt in range(10):
+            try:
+                with urllib.request.urlopen(request, timeout=20) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or attempt == 9:
+                    raise
+                time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
