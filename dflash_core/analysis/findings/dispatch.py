@@ -21,9 +21,14 @@ from dflash_core.analysis.findings.pipeline_rows import RESAMPLES, column, lists
 from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import MIN_STEPS_FOR_INTERVAL, BoolArray, FloatArray, block_bootstrap
 
+# With a counter for each loading thread. (A run knows only its policy's name, and may come from another version.)
+PRIVATE = ("per_worker", "per_worker_skipping")
+POLICIES = ("round_robin", "least_loaded", *PRIVATE)
 # Counts: the largest less the smallest, of the mean count and in batches. Round robin has at most 1 batch; a handful out of
 # thousands harms nobody.
 COUNT_SHARE, COUNT_FLOOR = 0.1, 8
+# Where private counters are configured, more than what round robin allows is their work: a fact, however small.
+FEWEST_BY_PRIVATE = 2
 # Mean depths: the largest less the smallest, of the queues' capacity and in batches (half of it in very short queues).
 DEPTH_SHARE, DEPTH_FLOOR, DEPTH_FLOOR_SHARE = 0.3, 3.0, 0.5
 # Share of the time by which the target of the short queue idles more than that of the deep one. A tenth is what runs differ by.
@@ -64,9 +69,14 @@ class Queues:
         """Largest less smallest count, of the mean."""
         return float(np.ptp(self.counts) / self.counts.mean())
 
+    def least_spread(self, policy: str) -> float:
+        """The spread of counts from which on they are called unequal, of the mean."""
+        return float(FEWEST_BY_PRIVATE / self.counts.mean()) if policy in PRIVATE else self.harmful_spread
+
     @property
-    def counts_are_unequal(self) -> bool:
-        return self.count_spread >= COUNT_SHARE and float(np.ptp(self.counts)) >= COUNT_FLOOR
+    def harmful_spread(self) -> float:
+        """The spread of counts from which on somebody pays for it, of the mean."""
+        return max(COUNT_SHARE, float(COUNT_FLOOR / self.counts.mean()))
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ def find_unequal_dispatch(run: Run, context: Context) -> list[Finding]:
     Judged only where `prefetch.dispatch` is known. Nothing with one target, or with fewer than 8 batches a target.
     """
     policy = run.setting("prefetch.dispatch")
-    if policy not in ("round_robin", "least_loaded", "per_worker"):
+    if policy not in POLICIES:
         return []
     found: list[Finding] = []
     for queues in _queues(run):
@@ -189,9 +199,11 @@ def _judge(run: Run, queues: Queues, policy: str, rng: Generator) -> Finding | N
         if not deep or spread is None or not _tokens_are_unequal(run, queues, rng):
             return None
         return _by_depths(run, queues, policy, spread, threshold, capacity)
-    if queues.counts_are_unequal:
+    by_depths = deep and (policy in PRIVATE or (spread is not None and _somebody_pays(queues, spread)))
+    # Where depths say more than counts they do so; else every count that is off speaks.
+    if queues.count_spread >= (queues.harmful_spread if by_depths else queues.least_spread(policy)):
         return _by_counts(run, queues, policy, spread if deep else None, capacity)
-    if not deep or spread is None or not (policy == "per_worker" or _somebody_pays(queues, spread)):
+    if not by_depths or spread is None:
         return None
     return _by_depths(run, queues, policy, spread, threshold, capacity)
 
@@ -217,9 +229,10 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
     most, fewest = int(counts.argmax()), int(counts.argmin())
     spread_share = queues.count_spread
     strength: Strength = "strong" if spread_share >= 0.3 or spread is not None else "moderate" if spread_share >= 0.2 else "weak"
-    private = policy == "per_worker"
+    private = policy in PRIVATE
     cause = (
-        "Every loading thread has a counter of its own (prefetch.dispatch: per_worker), so nothing keeps the counts equal."
+        f"Every loading thread has a counter of its own (prefetch.dispatch: {policy}), so nothing keeps the counts equal; round "
+        "robin with one shared counter would give counts that differ by at most 1."
         if private
         else "Round robin with one shared counter would give counts that differ by at most 1."
     )
@@ -240,7 +253,7 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
         unit="%",
         low=None,
         high=None,
-        threshold=100 * COUNT_SHARE,
+        threshold=100 * queues.least_spread(policy),
         table="batches",
         rows=_rows(queues),
         evidence=_evidence(queues, policy, cause="private counters" if private else "counts"),
@@ -287,7 +300,7 @@ def _cause(queues: Queues, policy: str, spread: Spread) -> tuple[str, str, str]:
     if dearer >= DEARER:
         text = f"{same}, but the batches of target {spread.deepest} hold {dearer:.2f} times as many padded tokens as the others'."
         return "uneven batches", text, f"{advice}."
-    if policy == "per_worker":
+    if policy in PRIVATE:
         text = f"{same}, but every loading thread has a counter of its own, so one target gets several batches in a row."
         return "private counters", text, "Set prefetch.dispatch: round_robin or least_loaded."
     return "depths", f"{same}, and so are the targets' speeds and the sizes of their batches, as far as recorded.", f"{advice}."

@@ -28,8 +28,8 @@ LEVEL_SDS, SINGLE_SDS, SDS_PER_TENFOLD = 4.5, 6.0, 0.5
 CLEAR_LEVEL_SDS, CLEAR_SINGLE_SDS, CLEAR_FILTER_SDS = 6.0, 20.0, 4.0
 # The filter: steps weighted by exp(-steps / 4), each of them counted with at most so many standard deviations.
 FILTER_DECAY, FILTER_STEPS, FILTER_CAP = 4.0, 8, 4.0
-# For a hundred steps. Sound real runs reach 3.8 once in 170 steps; three times, or 4.2 twice, is no chance.
-TOGETHER_SDS, TOGETHER_TIMES, TOGETHER_SDS_OF_TWO = 3.3, 3, 4.2
+# For a hundred steps. Of sound real runs one in fifteen reaches 3.5 once; three times, or 3.8 twice, is no chance.
+TOGETHER_SDS, TOGETHER_TIMES, TOGETHER_SDS_OF_TWO = 3.2, 3, 3.8
 FILTER_FROM = 0.1
 # Locally noise may look small by luck.
 SMALLEST_SCALE = 0.7
@@ -64,11 +64,14 @@ def upward_jumps(values: FloatArray, floor: float = 0.0) -> list[Jump]:
     z = _scores(y)
     more = SDS_PER_TENFOLD * float(np.log10(len(y) / 100))
     found = _upward_only(y, z, floor, np.array([SINGLE_SDS + more, LEVEL_SDS + more, np.inf]))
-    if not any(one.is_clear for one in found):
+    clear = [one for one in found if one.is_clear]
+    if len(clear) < 2:
         together = _upward_only(y, z, floor, np.array([np.inf, np.inf, TOGETHER_SDS + more]))
-        enough = len(together) >= TOGETHER_TIMES
-        if enough or (len(together) == 2 and min(one.sds for one in together) >= TOGETHER_SDS_OF_TWO + more):
-            found = [replace(one, is_clear=True) for one in together]
+        if len(together) < TOGETHER_TIMES:
+            together = [one for one in together if one.sds >= TOGETHER_SDS_OF_TWO + more]
+        if len(together) >= 2:
+            alone = [one for one in clear if all(abs(one.at - other.at) > APART for other in together)]
+            found = sorted([*alone, *(replace(one, is_clear=True) for one in together)], key=lambda one: one.at)
     return [replace(one, at=int(at[one.at])) for one in found]
 
 
@@ -137,9 +140,10 @@ def _returning(y: FloatArray, z: FloatArray, floor: float, least: FloatArray) ->
             np.argmax(y[first : min(first + BEHIND, last + 1)] - y[first - 1 : min(first + BEHIND, last + 1) - 1])
         )
         single, level, lasting = z[:, first : last + 1].max(axis=1).tolist()
-        clear = single >= CLEAR_SINGLE_SDS or (level >= CLEAR_LEVEL_SDS and lasting >= CLEAR_FILTER_SDS)
         sds = lasting if np.isfinite(least[2]) else max(single, level)
-        jump = _measured(y, start, sds, clear)
+        jump = _measured(y, start, sds, single >= CLEAR_SINGLE_SDS)
+        if jump is not None and jump.back_after > 1 and level >= CLEAR_LEVEL_SDS and lasting >= CLEAR_FILTER_SDS:
+            jump = replace(jump, is_clear=True)
         if jump is not None and jump.depth >= MIN_DEPTH * abs(jump.level - floor) > 0:
             found.append(jump)
     return found
