@@ -83,12 +83,8 @@ CASES = {
         evidence={"cause": "epoch_starts"},
     ),
     "target": Case(("starved_by_target",), pipeline=replace(BALANCED, target_s=0.4), num_steps=100),
-    "drafter": Case(
-        ("starved_by_drafter",), pipeline=Pipeline(targets=8, target_s=0.3), num_steps=100, batches_per_step=12
-    ),
-    "loader": Case(
-        ("starved_by_loader",), pipeline=replace(BALANCED, load_s=0.8), num_steps=100, evidence={"cause": "loading"}
-    ),
+    "drafter": Case(("starved_by_drafter",), pipeline=Pipeline(targets=8, target_s=0.3), num_steps=100, batches_per_step=12),
+    "loader": Case(("starved_by_loader",), pipeline=replace(BALANCED, load_s=0.8), num_steps=100, evidence={"cause": "loading"}),
     "dispatch": Case(
         ("unequal_dispatch",),
         pipeline=Pipeline(targets=3, target_s=0.25, skew=0.15, dispatch="per_worker"),

@@ -26,7 +26,9 @@ def of(run: Run) -> dict[str, Cleared]:
 def test_checkpoints_that_do_nothing_are_cleared(tmp_path: Path, order: str) -> None:
     one = of(made(tmp_path / "run", plants.bucket_offset(0.5), order=order))["checkpoints"]
     assert one.is_clear and one.low < 0 < one.high < 0.1 and one.num_events == 13
-    assert one.sentence().startswith("Checkpoints: the loss of the 3 steps behind one does not measurably differ from what other steps")
+    assert one.sentence().startswith(
+        "Checkpoints: the loss of the 3 steps behind one does not measurably differ from what other steps"
+    )
 
 
 def test_checkpoints_that_set_the_loss_back_are_not(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_core.analysis.findings.jumps import upward_jumps
+from dflash_core.analysis.findings.jumps import recurrent_jumps, upward_jumps
 from dflash_core.analysis.series import FloatArray
 
 
@@ -49,3 +49,15 @@ def test_noise_of_any_kind_has_none() -> None:
             noise[i] = 0.5 * noise[i - 1] + 0.87 * shocks[i]
         found += len(clear(course(150, 0.2 * noise)))
     assert found == 0
+
+
+def test_a_skipped_step_does_not_hide_what_recurs() -> None:
+    events, t = np.arange(25, 200, 25), np.arange(200)
+    values = course(200, np.random.default_rng(0).normal(0, 0.05, 200))
+    for start in events:
+        values += np.where((t >= start) & (t < start + 3), 0.4, 0.0)
+    whole = [one.at for one in recurrent_jumps(values, events)]
+    values[[60, 110]] = np.nan, np.inf
+    assert len(whole) >= 6 and [one.at for one in recurrent_jumps(values, events)] == whole
+    values[::5] = np.nan
+    assert recurrent_jumps(values, events) == []

@@ -235,7 +235,11 @@ def test_depths_that_wander_without_idle_targets_are_not_unequal(tmp_path: Path)
 def test_plain_shuffling_is_named_with_its_share_and_what_reaches_the_steps(tmp_path: Path) -> None:
     finding = the_only(made(tmp_path / "run", BALANCED, order="shuffle"), "batch_order")
     assert finding.evidence["looks_like"] == "shuffle" and "plain shuffling" in finding.text and finding.strength == "strong"
-    assert "52% of its batches" in finding.text and finding.text.startswith("In epoch ") and "bucketing.order: diverse instead of shuffle" in finding.advice
+    assert (
+        "52% of its batches" in finding.text
+        and finding.text.startswith("In epoch ")
+        and "bucketing.order: diverse instead of shuffle" in finding.advice
+    )
     low, high = finding.evidence["shuffled_longest_run"]
     assert low <= finding.value <= high
 

@@ -39,6 +39,7 @@ APART = 5
 RECOVERY_STEPS, RECOVERY_SHARE = 40, 0.2
 MIN_STEPS_LEFT = 4
 MIN_EVENTS, MAX_RECURRENT_TAIL = 4, 1e-5
+MIN_KNOWN = 0.95
 
 
 @dataclass(frozen=True)
@@ -173,17 +174,20 @@ def recurrent_jumps(values: FloatArray, events: IntArray, floor: float = 0.0) ->
     or the median rise is below `MIN_DEPTH`.
     """
     n = len(values)
+    known = np.flatnonzero(np.isfinite(values))
     events = events[(events >= BEHIND) & (events <= n - BEHIND)]
-    if len(events) < MIN_EVENTS or n < MIN_STEPS:
+    if len(events) < MIN_EVENTS or n < MIN_STEPS or len(known) < MIN_KNOWN * n:
         return []
-    sums = np.concatenate(([0.0], np.cumsum(np.nan_to_num(values))))
+    # Single steps that were skipped are bridged; they neither make a jump nor hide one.
+    values = np.interp(np.arange(n), known, values[known])
+    sums = np.concatenate(([0.0], np.cumsum(values)))
     places = np.arange(BEHIND, n - BEHIND + 1)
     rises = (sums[places + BEHIND] - 2 * sums[places] + sums[places - BEHIND]) / BEHIND
     away = np.ones(n + 1, dtype=bool)
     for offset in range(-BEHIND, BEHIND + 1):
         away[np.clip(events + offset, 0, n)] = False
     others = rises[away[places]]
-    if not np.isfinite(values).all() or len(others) < max(MIN_STEPS // 2, n // 4):
+    if len(others) < max(MIN_STEPS // 2, n // 4):
         return []
     usual, limit = np.quantile(others, [0.5, 0.95])
     at = events[rises[events - BEHIND] > limit]
