@@ -83,8 +83,8 @@ def _epochs(run: Run) -> list[Epoch]:
 
 @dataclass(frozen=True)
 class Steps:
-    """How uneven the steps of an epoch are: deviation of the largest bucket's share, the least that whole batches allow, and the share of
-    steps that lean to one bucket."""
+    """How uneven the steps of an epoch are: deviation of the largest bucket's share, the least that whole batches allow, and the
+    share of steps that lean to one bucket."""
 
     batches: int
     share_sd: float | None
@@ -241,9 +241,9 @@ def _steps_text(steps: Steps) -> str:
     if measured >= STEP_SHARE_TIMES * least and not steps.are_uneven:
         verdict += f", but less than the {100 * STEP_SHARE_SD:.0f} points from which on steps are called uneven"
     return (
-        f"In its steps of {steps.batches} batches, {steps.leaning:.0%} lean to one bucket and the largest bucket's share of a step "
-        f"scatters by {measured:.0f} points (standard deviation; whole batches would allow {least:.0f}): {verdict}. What that does "
-        "to loss and gradient is measured by itself (loss_composition, spikes_in_bucket_runs)."
+        f"In its steps of {steps.batches} batches, {steps.leaning:.0%} lean to one bucket and the largest bucket's share of a "
+        f"step scatters by {measured:.0f} points (standard deviation; whole batches would allow {least:.0f}): {verdict}. What "
+        "that does to loss and gradient is measured by itself (loss_composition, spikes_in_bucket_runs)."
     )
 
 
