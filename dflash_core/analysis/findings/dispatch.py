@@ -26,6 +26,8 @@ from dflash_core.pipeline.dispatch import PRIVATE
 # Counts: the largest less the smallest, of the mean count and in batches. Round robin has at most 1 batch; a handful out of
 # thousands harms nobody.
 COUNT_SHARE, COUNT_FLOOR = 0.1, 8
+# Where private counters are configured, more than what round robin allows is their work: a fact, however small.
+FEWEST_BY_PRIVATE = 2
 # Mean depths: the largest less the smallest, of the queues' capacity and in batches (half of it in very short queues).
 DEPTH_SHARE, DEPTH_FLOOR, DEPTH_FLOOR_SHARE = 0.3, 3.0, 0.5
 # Share of the time by which the target of the short queue idles more than that of the deep one. A tenth is what runs differ by.
@@ -66,9 +68,14 @@ class Queues:
         """Largest less smallest count, of the mean."""
         return float(np.ptp(self.counts) / self.counts.mean())
 
+    def least_spread(self, policy: str) -> float:
+        """The spread of counts from which on they are called unequal, of the mean."""
+        return float(FEWEST_BY_PRIVATE / self.counts.mean()) if policy in PRIVATE else self.harmful_spread
+
     @property
-    def counts_are_unequal(self) -> bool:
-        return self.count_spread >= COUNT_SHARE and float(np.ptp(self.counts)) >= COUNT_FLOOR
+    def harmful_spread(self) -> float:
+        """The spread of counts from which on somebody pays for it, of the mean."""
+        return max(COUNT_SHARE, float(COUNT_FLOOR / self.counts.mean()))
 
 
 @dataclass(frozen=True)
@@ -191,9 +198,11 @@ def _judge(run: Run, queues: Queues, policy: str, rng: Generator) -> Finding | N
         if not deep or spread is None or not _tokens_are_unequal(run, queues, rng):
             return None
         return _by_depths(run, queues, policy, spread, threshold, capacity)
-    if queues.counts_are_unequal:
+    by_depths = deep and (policy in PRIVATE or (spread is not None and _somebody_pays(queues, spread)))
+    # Where depths say more than counts they do so; else every count that is off speaks.
+    if queues.count_spread >= (queues.harmful_spread if by_depths else queues.least_spread(policy)):
         return _by_counts(run, queues, policy, spread if deep else None, capacity)
-    if not deep or spread is None or not (policy in PRIVATE or _somebody_pays(queues, spread)):
+    if not by_depths or spread is None:
         return None
     return _by_depths(run, queues, policy, spread, threshold, capacity)
 
@@ -221,7 +230,8 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
     strength: Strength = "strong" if spread_share >= 0.3 or spread is not None else "moderate" if spread_share >= 0.2 else "weak"
     private = policy in PRIVATE
     cause = (
-        f"Every loading thread has a counter of its own (prefetch.dispatch: {policy}), so nothing keeps the counts equal."
+        f"Every loading thread has a counter of its own (prefetch.dispatch: {policy}), so nothing keeps the counts equal; round "
+        "robin with one shared counter would give counts that differ by at most 1."
         if private
         else "Round robin with one shared counter would give counts that differ by at most 1."
     )
@@ -242,7 +252,7 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
         unit="%",
         low=None,
         high=None,
-        threshold=100 * COUNT_SHARE,
+        threshold=100 * queues.least_spread(policy),
         table="batches",
         rows=_rows(queues),
         evidence=_evidence(queues, policy, cause="private counters" if private else "counts"),

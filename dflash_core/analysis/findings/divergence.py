@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_core.analysis.findings.curve_tools import Curves, curves_of, robust_sd, trend
+from dflash_core.analysis.findings.curve_tools import Curves, curves_of, moving_mean, robust_sd, trend
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
+from dflash_core.analysis.findings.loss_parts import bucket_shares, composition_effect, fit_composition
 from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import BoolArray, FloatArray, spikes
@@ -22,6 +23,8 @@ MIN_STEPS_UP = 10
 # The rise above the best level, as a share of that level and in standard deviations of single losses around the level.
 MIN_RISE, MIN_RISE_SDS = 0.15, 3.0
 STRONG_RISE = 0.5
+# Steps whose surroundings of so many batches differ by no more than this share of the weight have the same mix of buckets.
+MIX_BATCHES, SAME_MIX = 60, 0.25
 # A gradient norm above this many times the median of the steps before it is an explosion, where norms do not scatter that
 # widely anyway: on a log scale it must lie this many standard deviations above the median.
 EXPLOSION, EXPLOSION_SDS = 100.0, 8.0
@@ -56,6 +59,8 @@ def signs_of(run: Run, curves: Curves) -> Signs:
     for column, values in (("loss", curves.loss), ("grad_norm", curves.norm)):
         broken |= ~np.isfinite(values) & np.asarray(run.steps[column].is_valid().to_numpy())
     climb, rise, best = _climb(curves.loss)
+    if climb is not None and _is_of_the_mix(run, curves, rise >= STRONG_RISE * abs(best)):
+        climb = None
     return Signs(broken, explosions(curves.norm), climb, rise, best)
 
 
@@ -96,6 +101,20 @@ def _climb(loss: FloatArray) -> tuple[int | None, float, float]:
     start = int(down[-1]) + 1
     stays = len(values) - start >= MIN_STEPS_UP
     return (int(at[start]), rise, best) if stays else (None, rise, best)
+
+
+def _is_of_the_mix(run: Run, curves: Curves, is_strong: bool) -> bool:
+    """Whether the loss ends high because the run ends with buckets that lose more: without their effect, or against steps of
+    the same buckets, it has not climbed. Where such steps are too few to say, only a strong rise counts as one."""
+    shares = bucket_shares(run, curves.step)
+    if _climb(curves.loss - composition_effect(fit_composition(run, curves.loss, shares), len(curves)))[0] is None:
+        return True
+    width = max(LEVEL_STEPS, math.ceil(MIX_BATCHES * len(curves) / len(run.batches)))
+    around = moving_mean(np.nan_to_num(shares).T, width)
+    alike = np.abs(around - around[:, -MIN_STEPS_UP:].mean(axis=1, keepdims=True)).sum(axis=0) / 2 <= SAME_MIX
+    alike[-MIN_STEPS_UP:] = True
+    same = np.where(alike, curves.loss, np.nan)
+    return _climb(same)[0] is None and not (is_strong and np.isfinite(same).sum() < MIN_STEPS)
 
 
 def find_divergence(run: Run, context: Context) -> list[Finding]:

@@ -23,7 +23,7 @@ LAG1_CORRELATION = 0.1
 LAG1_DEVIATIONS = 3.0
 # Of several shuffled epochs one may exceed the alarm; this none does.
 LAG1_SHUFFLED = 0.3
-# Deviation of the bucket's share over steps that is felt in the gradient: a tenth of the step, and twice what is needed.
+# Deviation of the bucket's share over steps from which on steps are called uneven: a tenth of the step, and twice what is needed.
 STEP_SHARE_SD, STEP_SHARE_TIMES = 0.1, 2.0
 MOST_MARKS = 300
 LONGEST_RUN = "longest run of one bucket in an epoch"
@@ -83,8 +83,8 @@ def _epochs(run: Run) -> list[Epoch]:
 
 @dataclass(frozen=True)
 class Steps:
-    """How uneven the steps are: deviation of the largest bucket's share, the least that whole batches allow, and the share of
-    steps that lean to one bucket."""
+    """How uneven the steps of an epoch are: deviation of the largest bucket's share, the least that whole batches allow, and the
+    share of steps that lean to one bucket."""
 
     batches: int
     share_sd: float | None
@@ -96,12 +96,16 @@ class Steps:
         return self.share_sd is not None and self.share_sd >= max(STEP_SHARE_SD, STEP_SHARE_TIMES * self.least_sd)
 
 
-def _steps(run: Run, found: OrderStatistics) -> Steps:
-    counts = step_counts(run)
+def _steps(run: Run, epoch: Epoch) -> Steps:
+    """Of the steps of one epoch; the one in which two epochs meet counts to both."""
+    step = column(run.batches, "step")
+    trained = np.unique(step)
+    own = (trained >= step[epoch.begin]) & (trained <= step[epoch.end - 1])
+    counts, leaning = step_counts(run)[own], leaning_bucket(run)[own]
     size = int(counts.sum(axis=1).max())
     quota = size * float(counts.sum(axis=0).max()) / float(counts.sum())
     rest = quota - floor(quota)
-    return Steps(size, found.step_share_sd, sqrt(rest * (1 - rest)) / size, float((leaning_bucket(run) != MIXED).mean()))
+    return Steps(size, epoch.found.step_share_sd, sqrt(rest * (1 - rest)) / size, float((leaning != MIXED).mean()))
 
 
 def shuffled_longest(counts: np.ndarray, quantile: float) -> int:
@@ -119,8 +123,8 @@ def shuffled_longest(counts: np.ndarray, quantile: float) -> int:
 
 
 def _strength(worst: Epoch, bound: int, is_shuffled: bool, steps: Steps) -> Strength:
-    """By how far runs are beyond R*, and by what of it reaches the gradient: the composition of steps, or, with one batch a
-    step, the runs themselves."""
+    """By how far runs are beyond R*, and by what of it is left in the steps: their composition, or, with one batch a step, the
+    runs themselves."""
     far = worst.found.longest_run >= 4 * bound or not is_shuffled
     felt = steps.are_uneven or steps.batches == 1
     return "strong" if far and felt else "moderate" if far or felt else "weak"
@@ -134,7 +138,7 @@ def _finding(run: Run, epochs: list[Epoch], bad: list[Epoch], worst: Epoch, boun
     longest, z = worst.found.longest_run, min(epoch.found.runs_z or 0.0 for epoch in bad)
     lag1 = max(epoch.found.lag1_correlation or 0.0 for epoch in bad)
     is_shuffled = z >= RUNS_Z and lag1 <= LAG1_SHUFFLED and longest <= ceil(1.5 * high)
-    steps = _steps(run, worst.found)
+    steps = _steps(run, worst)
     of_run, lengths = run_lengths(part)
     at = int(lengths.argmax())
     first = worst.begin + int(lengths[:at].sum())
@@ -143,11 +147,11 @@ def _finding(run: Run, epochs: list[Epoch], bad: list[Epoch], worst: Epoch, boun
     if measure != LONGEST_RUN:
         first, last = worst.begin, worst.end - 1
     seq_no, step = column(run.batches, "seq_no"), column(run.batches, "step")
-    shares = _shares(run, int(of_run[at]))
+    shares = _shares(run, worst, int(of_run[at]))
     batches = "1 batch" if longest == 1 else f"{longest} batches"
     text = (
-        f"The longest run is {batches} of bucket {int(of_run[at])}, which holds {shares[0]:.0%} of the batches and "
-        f"{shares[1]:.0%} of the tokens; {bound} is the shortest longest run that these buckets allow. "
+        f"{_which(run, epochs, worst)}the longest run is {batches} of bucket {int(of_run[at])}, which holds {shares[0]:.0%} of "
+        f"its batches and {shares[1]:.0%} of its tokens; {bound} is the shortest longest run that these buckets allow. "
         f"{_comparison(longest, low, high, z, lag1, is_shuffled)} {_steps_text(steps)}"
     )
     return Finding(
@@ -186,6 +190,13 @@ def _finding(run: Run, epochs: list[Epoch], bad: list[Epoch], worst: Epoch, boun
     )
 
 
+def _which(run: Run, epochs: list[Epoch], worst: Epoch) -> str:
+    """The epoch that the figures are of."""
+    if len(epochs) == 1:
+        return "In the one epoch, "
+    return f"In epoch {int(column(run.batches, 'epoch', 0.0)[worst.begin])}, the worst of {len(epochs)}, "
+
+
 def _alarm(longest: int, bound: int, z: float, lag1: float) -> tuple[str, str, float, str, float]:
     """The first of the three alarms that goes off: title, measure, value, unit, and the value from which on it does."""
     if longest > bound + 1:
@@ -212,10 +223,11 @@ def _comparison(longest: int, low: int, high: int, z: float, lag1: float, is_shu
     return f"{random}, but here neighbouring batches are alike in length (correlation {lag1:.2f}; about 0 in a random order)."
 
 
-def _shares(run: Run, bucket: int) -> tuple[float, float]:
-    """The bucket's shares of the run's batches and tokens."""
-    own = run.buckets() == bucket
-    tokens = np.nan_to_num(column(run.batches, "num_tokens"))
+def _shares(run: Run, epoch: Epoch, bucket: int) -> tuple[float, float]:
+    """The bucket's shares of the epoch's batches and tokens."""
+    part = slice(epoch.begin, epoch.end)
+    own = run.buckets()[part] == bucket
+    tokens = np.nan_to_num(column(run.batches, "num_tokens"))[part]
     return float(own.mean()), float(tokens[own].sum() / tokens.sum()) if tokens.sum() else 0.0
 
 
@@ -223,11 +235,15 @@ def _steps_text(steps: Steps) -> str:
     if steps.batches == 1:
         return "A step is one batch, so a run of one bucket is as many steps in a row with gradients of one length only."
     if steps.share_sd is None:
-        return f"{steps.leaning:.0%} of the steps lean to one bucket."
-    felt = "the gradient feels it" if steps.are_uneven else "little of it reaches the gradient"
+        return f"{steps.leaning:.0%} of its steps lean to one bucket."
+    least, measured = 100 * steps.least_sd, 100 * steps.share_sd
+    verdict = "less than twice that" if measured < STEP_SHARE_TIMES * least else "more than twice that"
+    if measured >= STEP_SHARE_TIMES * least and not steps.are_uneven:
+        verdict += f", but less than the {100 * STEP_SHARE_SD:.0f} points from which on steps are called uneven"
     return (
-        f"In steps of {steps.batches} batches, {steps.leaning:.0%} lean to one bucket and the largest bucket's share scatters by "
-        f"{100 * steps.share_sd:.0f} points ({100 * steps.least_sd:.0f} would be possible): {felt}."
+        f"In its steps of {steps.batches} batches, {steps.leaning:.0%} lean to one bucket and the largest bucket's share of a "
+        f"step scatters by {measured:.0f} points (standard deviation; whole batches would allow {least:.0f}): {verdict}. What "
+        "that does to loss and gradient is measured by itself (loss_composition, spikes_in_bucket_runs)."
     )
 
 

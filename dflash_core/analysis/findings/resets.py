@@ -26,6 +26,8 @@ REMOVED_BY_MIX = 2 / 3
 # The mix is asked when it explains at least this much of a curve's variance around the trend.
 MIN_MIX = 0.05
 MIX_MATTERS = 0.2
+# Of the shares of the steps before and behind, for the mix to be another one; and how many of all resets may be there.
+MIX_STEPS, CHANGED_MIX, MOST_AT_CHANGES = 11, 0.6, 0.5
 DEEP = 0.2
 MOST_NAMED = 8
 
@@ -115,7 +117,26 @@ def find_resets(run: Run, context: Context) -> list[Finding]:
         causes = named_causes(asked)
         if causes:
             return [_finding(run, curves, one, asked, causes, None)]
+    if len(one.at) and np.isin(one.at, mix_changes(run, curves.step, one.at)).mean() >= MOST_AT_CHANGES:
+        return []
     return [_finding(run, curves, one, asked, [], None)] if len(one.at) else []
+
+
+def mix_changes(run: Run, step: IntArray, at: IntArray) -> IntArray:
+    """Those of the moments at which one mix of buckets follows another for good, as in a sorted order: what the loss does there
+    is what the buckets do, and no fit can tell that apart from anything else."""
+    shares = np.nan_to_num(bucket_shares(run, step))
+    changes = []
+    for one in at.tolist():
+        near = range(max(0, one - 2), min(len(step), one + 3))
+        apart = [
+            np.abs(shares[max(0, i - MIX_STEPS) : i].mean(axis=0) - shares[i : i + MIX_STEPS].mean(axis=0)).sum()
+            for i in near
+            if i
+        ]
+        if max(apart, default=0.0) / 2 >= CHANGED_MIX:
+            changes.append(one)
+    return np.array(changes, dtype=np.int64)
 
 
 def _without_mix(run: Run, curves: Curves, is_asked: bool) -> tuple[tuple[FloatArray, FloatArray] | None, float]:
