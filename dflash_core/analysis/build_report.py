@@ -136,9 +136,14 @@ def _notes(content: Content) -> list[str]:
     if num_runs > pipeline.MAX_QUEUE_PLOTS:
         notes.append(f"Queue depths are shown for {pipeline.MAX_QUEUE_PLOTS} of {num_runs} runs.")
     if num_runs - 1 > MAX_COMPARISON_TABLES:
-        which = "of all pairs" if num_runs <= ALL_PAIRS_UP_TO else "of all runs with the first"
-        notes.append(f"Shown are the first {MAX_COMPARISON_TABLES} comparisons; comparisons.parquet holds those {which}.")
+        notes.append(comparisons_note(num_runs))
     return notes
+
+
+def comparisons_note(num_runs: int) -> str:
+    """Where to find the comparisons that the page has no room for."""
+    which = "of all pairs" if num_runs <= ALL_PAIRS_UP_TO else "of all runs with the first"
+    return f"Shown are the first {MAX_COMPARISON_TABLES} comparisons; comparisons.parquet holds those {which}."
 
 
 def _ranges(histogram: pd.DataFrame | None) -> dict[int, str]:

@@ -22,8 +22,8 @@ BOLD_NOTE = (
 )
 GROUPS_NOTE = (
     "A group: runs whose configurations differ in nothing but seeds. Each run is one value, so these intervals cover what "
-    "another seed would change (Student's t). Bold: the interval of the difference excludes zero. Effect: the difference in standard "
-    "deviations between runs of a group (sd)."
+    "another seed would change (Student's t). Bold: the interval of the difference excludes zero. Effect: the difference in "
+    "standard deviations between runs of a group (sd)."
 )
 QUIET_NOTE = "A kind that needs more steps, or rows that were not recorded, says nothing."
 # An artifact is read in passing: of each run the strongest, the rest is in the page.

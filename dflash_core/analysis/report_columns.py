@@ -212,8 +212,8 @@ REPORT_TABLES: dict[str, Table] = {
                 "`loader.load`: loading batches; `loader.idle`: nothing to load, the feed waits for bytes or for the plan; "
                 "`feed.budget_wait`: the byte budget was full; `target.queued`: loaded batches in the queues; `target.forward`; "
                 "`target.idle`: no batch in the queue; `ready.held_up`: the drafter waited while later batches were there, a "
-                "part of `drafter.wait`; `drafter.wait`: for target states; `drafter.forward`, `.backward`, `.reduce` (joining the "
-                "cells, waiting for others included), `.optimizer`, `.other`. The drafter's are of the first cell; of other "
+                "part of `drafter.wait`; `drafter.wait`: for target states; `drafter.forward`, `.backward`, `.reduce` (joining "
+                "the cells, waiting for others included), `.optimizer`, `.other`. The drafter's are of the first cell; of other "
                 "cells only `drafter.wait`. On a GPU, `drafter.forward` and `.backward` are the time of the thread that launches."
             ),
             "seconds": real("s", "Summed over the threads of the stage; of `target.queued` over batches."),

@@ -74,7 +74,7 @@ def _bars(
     more: Mapping[tuple[Any, str], str] | None = None,
     what: str = "run",
 ) -> go.Figure:
-    """A stacked bar for each key of `bars`, which gives its name, the first on top; `known` is by key and part, `what` is a bar."""
+    """A stacked bar for each key of `bars`, which names it, the first on top; `known` is by key and part, `what` a bar is."""
     figure = go.Figure()
     shown = {key: label(name) for key, name in bars.items() if any((key, part) in known for part in parts)}
     names = list(shown.values())
