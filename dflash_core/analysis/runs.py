@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import yaml
 
 from dflash_core.analysis.reader import last_attempts, numbers, read_stream
@@ -27,6 +28,8 @@ COMPARABLE_KEYS: Mapping[str, Any] = {
     "train.loss_gamma": None,
     "draft.block_size": None,
 }
+# More than anybody cuts lengths into: what says so is damaged, and arrays by bucket would fill the memory.
+MOST_BUCKETS = 100_000
 DPACE_KEY = "train.dpace_alpha"
 
 
@@ -114,6 +117,9 @@ def load_metrics(facts: RunFacts) -> Run:
         for column in columns:
             if streams[name][column].null_count:
                 raise DataError(f"{folder / 'metrics' / name}.jsonl: rows without {column}")
+            low, high = pc.min_max(streams[name][column]).as_py().values()
+            if low < 0 or (column == "bucket" and high >= MOST_BUCKETS):
+                raise DataError(f"{folder / 'metrics' / name}.jsonl: {column} {low if low < 0 else high} cannot be")
     return Run(
         **{field.name: getattr(facts, field.name) for field in fields(RunFacts)},
         num_attempts=int(numbers(streams["steps"], "attempt", missing=0).max()) + 1,
