@@ -129,6 +129,7 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
             ("batches", "bucket", -1, r"batches\.jsonl: bucket -1 cannot be"),
             ("batches", "bucket", 10**7, r"batches\.jsonl: bucket 10000000 cannot be"),
             ("steps", "step", -1, r"steps\.jsonl: step -1 cannot be"),
+            ("batches", "seq_no", 2**70, r"batches\.jsonl: a field has values of another type"),
             ("steps", "step", 1.5, r"steps\.jsonl: .*step has a value that is not a whole number"),
         )
     ):

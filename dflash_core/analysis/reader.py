@@ -134,7 +134,7 @@ def _parse(data: bytes, path: Path, stream: str) -> pa.Table:
             pass  # the slow way below takes what Arrow does not, or finds the row and says what is wrong with it
     try:
         return _typed(_table_of_rows(_rows_of(data, path), stream), stream)
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
         raise DataError(f"{path}: a field has values of another type than it should: {error}") from None
 
 
@@ -170,7 +170,7 @@ def _array(values: list[Any], field: pa.Field) -> pa.Array:
 def _infer(values: list[Any]) -> pa.Array:
     try:
         found = pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
         found = None
     if found is None or pa.types.is_struct(found.type):  # a field of mixed types, or of many keys, has no column type but text
         return pa.array([None if value is None else json.dumps(value) for value in values])
