@@ -139,3 +139,26 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
         write_jsonl(path, [rows[0] | {field: value}, *rows[1:]])
         with pytest.raises(DataError, match=message):
             load_run(folder)
+
+
+def test_a_damaged_parquet_file_is_made_again_from_its_jsonl(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", FakeRun(num_steps=3))
+    before, path = read_stream(folder, "steps", compact=True), folder / "metrics" / "steps.parquet"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert read_stream(folder, "steps", compact=True).equals(before) and pq.read_table(path).num_rows == 3
+    path.write_bytes(b"PAR1")
+    (folder / "metrics" / "steps.jsonl").unlink()
+    with pytest.raises(DataError, match=r"steps\.parquet: not a readable Parquet file"):
+        read_stream(folder, "steps", compact=True)
+
+
+@pytest.mark.parametrize(("key", "value"), [("state", 5), ("lossless", "maybe"), ("acceptance_length", "x")])
+def test_a_manifest_with_other_kinds_of_values_is_one_readable_error(tmp_path: Path, key: str, value: Any) -> None:
+    folder = write_run(tmp_path / "run", FakeRun(num_steps=3, manifest={key: value}))
+    with pytest.raises(DataError, match=rf"manifest\.json: {key} cannot be"):
+        load_run(folder)
+
+
+def test_a_configured_number_of_buckets_that_cannot_be_is_not_believed(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "run", FakeRun(num_steps=3, config={"bucketing.num_buckets": 10**9})))
+    assert run.num_buckets <= 6

@@ -100,8 +100,10 @@ def _read_compacted(path: Path, source_bytes: int | None, stream: str) -> pa.Tab
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
-        hint = "" if source_bytes is None else "; remove it to have it made again"
-        raise DataError(f"{path}: not a readable Parquet file: {error}{hint}") from None
+        if source_bytes is None:
+            raise DataError(f"{path}: not a readable Parquet file: {error}") from None
+        logger.warning("%s: not a readable Parquet file, the JSONL beside it is taken: %s", path, error)
+        return None
     metadata = table.schema.metadata or {}
     table = table.replace_schema_metadata(None)
     same_version = metadata.get(VERSION_KEY) == str(SCHEMA_VERSION).encode()

@@ -30,6 +30,12 @@ COMPARABLE_KEYS: Mapping[str, Any] = {
 }
 # More than anybody cuts lengths into: what says so is damaged, and arrays by bucket would fill the memory.
 MOST_BUCKETS = 100_000
+MANIFEST_KINDS: Mapping[str, tuple[type, ...]] = {
+    "state": (str,),
+    "lossless": (bool,),
+    "acceptance_length": (int, float),
+    "acceptance_length_untrained": (int, float),
+}
 DPACE_KEY = "train.dpace_alpha"
 
 
@@ -73,7 +79,7 @@ class Run(RunFacts):
         """Buckets of the configuration, or as many as the batches show."""
         seen = int(numbers(self.batches, "bucket").max()) + 1
         configured = self.setting("bucketing.num_buckets")
-        return max(seen, configured) if isinstance(configured, int) else seen
+        return max(seen, configured) if isinstance(configured, int) and configured <= MOST_BUCKETS else seen
 
     def buckets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The bucket of each batch in training order."""
@@ -91,6 +97,9 @@ def load_facts(folder: Path) -> RunFacts:
         raise UserError(f"{folder}: no such run folder")
     manifest, config = _document(folder / "manifest.json"), _document(folder / "config.yaml")
     provenance = _document(folder / "provenance.json") if (folder / "provenance.json").is_file() else {}
+    for key, kinds in MANIFEST_KINDS.items():
+        if not isinstance(manifest.get(key), (*kinds, type(None))):
+            raise DataError(f"{folder / 'manifest.json'}: {key} cannot be {manifest[key]!r}")
     run_id = str(manifest.get("run_id") or folder.name)
     return RunFacts(folder, run_id, str(manifest.get("name") or run_id), manifest, config, provenance)
 
