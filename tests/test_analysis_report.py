@@ -241,7 +241,7 @@ def test_a_failure_half_way_leaves_nothing_that_looks_finished(tmp_path: Path, m
 def test_one_short_running_run_and_many_runs_have_a_report(tmp_path: Path) -> None:
     alone = write_run(tmp_path / "alone", FakeRun(num_steps=1, state="running", evals=False, stats=False))
     manifest = analyze_runs([alone], tmp_path / "one", CONFIG)
-    assert manifest["num_rows"]["comparisons"] == 0 and manifest["summary"][0].startswith("One run: diverse (1 steps, running)")
+    assert manifest["num_rows"]["comparisons"] == 0 and manifest["summary"][0].startswith("One run: diverse (1 step, running)")
     assert "no length histogram" in (tmp_path / "one" / "report.md").read_text()
     many = [write_run(tmp_path / f"r{i}", FakeRun(name=f"r{i}", num_steps=12, seed=i)) for i in range(8)]
     manifest = analyze_runs(many, tmp_path / "many", CONFIG)

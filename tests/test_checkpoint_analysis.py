@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dflash_core.analysis import analyze_runs
-from dflash_core.analysis.checkpoints import _line, _medians, checkpoint_rows, checkpoint_summary, checkpoints_of
+from dflash_core.analysis.checkpoints import _line, _medians, checkpoint_line, checkpoint_rows, checkpoint_summary, checkpoints_of
 from dflash_core.analysis.runs import load_run
 from dflash_core.config import AnalyzeConfig
 from tests.fake_runs import FakeRun, write_jsonl, write_run
@@ -173,3 +173,12 @@ def test_the_line_has_the_least_absolute_deviations() -> None:
     best = deviation(found)
     assert found == pytest.approx([5.0, 7.0], abs=0.1)
     assert all(deviation(found + rng.normal(0, 0.02, 2)) >= best * (1 - 1e-4) for _ in range(100))
+
+
+@pytest.mark.parametrize(
+    ("many", "said"), [(1, "the 1 step that overlaps one of 2 checkpoints was longer"), (2, "the 2 steps that")]
+)
+def test_the_line_counts_in_english(many: int, said: str) -> None:
+    row = {"name": "a", "checkpoint_steps": many, "num_checkpoints": 2, "other_slowdown_max": 0.5, "checkpoint_slowdown_max": 0.2}
+    line = checkpoint_line(row | {f"checkpoint_slowdown{end}": 0.1 for end in ("", "_low", "_high")})
+    assert line is not None and said in line

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from dflash_core.analysis.build_report import build_report
+from dflash_core.analysis.build_report import build_report, comparisons_note
+from dflash_core.analysis.compare import ALL_PAIRS_UP_TO, Estimate, comparison_rows
 from dflash_core.analysis.findings import KINDS
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.plots.training import loss_plot
 from dflash_core.analysis.report import PlotGroup, Report, to_html, to_markdown
 from dflash_core.analysis.runs import load_metrics
 from dflash_core.analysis.summary import state_lines
+from dflash_core.analysis.tables import table_of
 from dflash_core.analysis.told_findings import finding_lines, told_findings, value_text
+from dflash_core.analysis.told_groups import group_lines, group_tables
 from tests.fake_runs import FakeRun, write_run
 from tests.report_fakes import CONFIG, analysed, content, finding, with_everything
 
@@ -216,3 +219,58 @@ def test_the_head_says_how_a_run_ended(
 def test_many_unfinished_runs_are_counted(runs: list[RunAnalysis]) -> None:
     states = state_lines([runs[0].facts] * 13, [{**runs[0].row, "state": "stopped"}] * 13)
     assert len(states) == 9 and states[-1] == "And 5 more that have not completed."
+
+
+def group(name: str, metric: str, mean: float, num_runs: int = 3) -> dict[str, object]:
+    sd = 0.1 if num_runs > 1 else None
+    return {"group": name, "metric": metric, "num_runs": num_runs, "mean": mean, "sd": sd, "low": None, "high": None, "unit": "1"}
+
+
+def against(a: str, b: str, metric: str, difference: float, low: float, high: float) -> dict[str, object]:
+    ends = {"difference": difference, "ci_low": low, "ci_high": high, "effect_size": None, "unit": "1", "paired": True}
+    return {"group_a": a, "group_b": b, "metric": metric, "value_a": 0.0, "value_b": 0.0, "num_a": 3, "num_b": 3, **ends}
+
+
+GROUPS = [group(*one) for one in (("b", "acceptance_length", 3.84), ("a", "acceptance_length", 3.07), ("b", "runs_z", 1.0))]
+AGAINST = [against("b", "a", "acceptance_length", -0.77, -1.8, 0.25)]
+
+
+def test_the_first_lines_tell_groups_of_seeds_apart(runs: list[RunAnalysis]) -> None:
+    assert group_lines(GROUPS, AGAINST) == [
+        "Acceptance length: b 3.84, a 3.07 (3 runs each). Against b: a -0.77 (95 % interval -1.8 to 0.25: other seeds alone "
+        "could do that)."
+    ]
+    sure, other = [against("b", "a", "acceptance_length", -0.77, -1.0, -0.5)], [GROUPS[0], {**GROUPS[1], "num_runs": 2}]
+    assert group_lines(other, sure) == [
+        "Acceptance length: b 3.84 (3 runs), a 3.07 (2 runs). Against b: a -0.77 (95 % interval -1 to -0.5)."
+    ]
+    many = [GROUPS[0], *(group(f"g{i}", "acceptance_length", 3.0) for i in range(5))]
+    assert "and 2 more groups (3 runs each)" in group_lines(many, [])[0]
+    # In a report they come right behind what it is about.
+    made = content(runs)
+    tables = {"groups": table_of("groups", GROUPS), "group_comparisons": table_of("group_comparisons", [])}
+    assert build_report(replace(made, tables={**made.tables, **tables})).head[1].startswith("Acceptance length: b 3.84")
+
+
+def test_single_runs_are_no_groups() -> None:
+    alone = [group(name, "final_loss", 1.0, num_runs=1) for name in ("a", "b")]
+    assert group_lines(alone, []) == [] and group_tables(alone, []) == []
+    assert group_lines([*alone, group("c", "final_loss", 2.0)], []) == []
+
+
+def test_groups_stand_side_by_side_in_the_order_of_the_runs() -> None:
+    missing = [*GROUPS, group("c", "acceptance_length", 2.0, num_runs=1)]
+    side_by_side, pair = group_tables(missing, AGAINST)
+    assert side_by_side.header == ["", "b (3 runs)", "a (3 runs)", "c (1 run)"]
+    assert side_by_side.rows == [
+        ["acceptance length", "3.84 ± 0.1", "3.07 ± 0.1", "2"],
+        [side_by_side.rows[1][0], "1 ± 0.1", "–", "–"],
+    ]
+    assert pair.title == "b against a, seed by seed" and pair.rows[0][3:5] == ["-0.77", "-1.8 to +0.25"] and not pair.bold
+
+
+def test_the_note_says_which_comparisons_there_are() -> None:
+    for num_runs, which in ((ALL_PAIRS_UP_TO, "of all pairs."), (ALL_PAIRS_UP_TO + 1, "of all runs with the first.")):
+        assert comparisons_note(num_runs).endswith(which)
+        rows = comparison_rows({str(i): {"final_loss": Estimate(1.0, "nats")} for i in range(num_runs)})
+        assert len(rows) == (num_runs * (num_runs - 1) // 2 if "pairs" in which else num_runs - 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from dflash_core.analysis.build_report import Content, build_report
 from dflash_core.analysis.history import MAX_STRETCHES, history_of
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.plots import Plot
-from dflash_core.analysis.plots.figure import MAX_POINTS, label, median_at, ordered_colour, points_per_trace, styles
+from dflash_core.analysis.plots.figure import MAX_POINTS, label, line_name, median_at, ordered_colour, points_per_trace, styles
 from dflash_core.analysis.plots.pipeline import dispatch_plots
 from dflash_core.analysis.plots.training import grad_norm_plot, loss_plot
 from dflash_core.analysis.report import Report
@@ -194,3 +195,26 @@ def test_the_thinned_median_is_the_running_median(values: list[float], width: in
 def test_names_and_colours() -> None:
     assert label("<a>") == "&lt;a&gt;" and len(label("x" * 100)) == 24
     assert ordered_colour(0, 3) != ordered_colour(1, 3) != ordered_colour(2, 3) and ordered_colour(0, 1).startswith("#")
+
+
+def test_one_step_is_a_point_and_what_is_not_drawn_is_not_explained(tmp_path: Path) -> None:
+    started = FakeRun(num_steps=1, batches_per_step=2, evals=False, state="running")
+    drawn = plots_of(build_report(content(analysed([write_run(tmp_path / "started", started)]))))
+    line = next(trace for trace in drawn["loss"].figure.data if trace.showlegend and len(trace.x))
+    assert line.mode == "lines+markers"
+    shares = {key: plot for key, plot in drawn.items() if key.startswith("shares")}
+    assert all("lengths in tokens" not in plot.caption for plot in shares.values())
+
+
+def test_positions_have_whole_ticks(drawn: dict[str, Plot]) -> None:
+    assert drawn["positions_0"].figure.layout.xaxis.dtick == 1
+
+
+def test_dotted_lines_are_explained_only_where_there_are_some(full: Content) -> None:
+    trained = [replace(run, evals=run.evals.filter(pc.not_equal(run.evals["kind"], "untrained"))) for run in full.runs]
+    with_both, without = (plots_of(build_report(replace(full, runs=runs))) for runs in (full.runs, trained))
+    assert "Dotted" in with_both["prefix_survival"].caption and "Dotted" not in without["prefix_survival"].caption
+
+
+def test_a_line_near_the_edge_is_named_on_its_left() -> None:
+    assert line_name(9, "shuffling", 1, left=True)["xanchor"] == "right" and line_name(9, "x", 1)["xanchor"] == "left"

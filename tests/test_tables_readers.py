@@ -11,12 +11,15 @@ from typing import Any
 import duckdb
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dflash_core.analysis import SCHEMA_VERSION, analyze_runs
 from dflash_core.analysis.reader import read_stream
+from dflash_core.analysis.runs import load_run
 from dflash_core.config import AnalyzeConfig
+from dflash_core.errors import DataError
 from tests.fake_runs import FakeRun, write_jsonl, write_run
 
 TIME = datetime(2026, 2, 2, 2, 40, 0, 250_000, tzinfo=UTC)
@@ -99,3 +102,63 @@ def test_all_tables_of_a_report_read_alike(tmp_path: Path) -> None:
             for column in numbers:
                 values = expected[column].to_pylist()
                 assert all(same(*pair) for pair in zip(polars[column].to_list(), values, strict=True)), f"{name}.{column}"
+
+
+def test_a_run_whose_jsonl_is_gone_stays_readable_also_of_an_earlier_version(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", FakeRun(num_steps=3))
+    before = read_stream(folder, "steps", compact=True)
+    (folder / "metrics" / "steps.jsonl").unlink()
+    assert read_stream(folder, "steps", compact=True).equals(before)
+    # Of an earlier version: other types, columns that were not there yet, objects as they were.
+    path = folder / "metrics" / "steps.parquet"
+    objects = pa.array([{"a": 1}, None, {"a": 2}])
+    old = before.drop_columns(["grad_norm"]).set_column(0, "run_id", before["run_id"].dictionary_encode())
+    old = old.set_column(old.schema.get_field_index("step"), "step", old["step"].cast(pa.int32())).append_column("more", objects)
+    pq.write_table(old.replace_schema_metadata({b"dflash.schema_version": b"1"}), path)
+    found = read_stream(folder, "steps", compact=True)
+    assert found.select(["run_id", "step", "loss", "time"]).equals(before.select(["run_id", "step", "loss", "time"]))
+    assert found["grad_norm"].null_count == 3 and found["more"].to_pylist() == ['{"a": 1}', None, '{"a": 2}']
+    pq.write_table(old.set_column(old.schema.get_field_index("step"), "step", pa.array(["a", "b", "c"])), path)
+    with pytest.raises(DataError, match=r"steps\.parquet: step is not what it should be"):
+        read_stream(folder, "steps", compact=True)
+
+
+def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    for number, (stream, field, value, message) in enumerate(
+        (
+            ("batches", "bucket", -1, r"batches\.jsonl: bucket -1 cannot be"),
+            ("batches", "bucket", 10**7, r"batches\.jsonl: bucket 10000000 cannot be"),
+            ("steps", "step", -1, r"steps\.jsonl: step -1 cannot be"),
+            ("batches", "seq_no", 2**70, r"batches\.jsonl: a field has values of another type"),
+            ("steps", "step", 1.5, r"steps\.jsonl: .*step has a value that is not a whole number"),
+        )
+    ):
+        folder = write_run(tmp_path / str(number), FakeRun(num_steps=3))
+        path = folder / "metrics" / f"{stream}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        write_jsonl(path, [rows[0] | {field: value}, *rows[1:]])
+        with pytest.raises(DataError, match=message):
+            load_run(folder)
+
+
+def test_a_damaged_parquet_file_is_made_again_from_its_jsonl(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", FakeRun(num_steps=3))
+    before, path = read_stream(folder, "steps", compact=True), folder / "metrics" / "steps.parquet"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert read_stream(folder, "steps", compact=True).equals(before) and pq.read_table(path).num_rows == 3
+    path.write_bytes(b"PAR1")
+    (folder / "metrics" / "steps.jsonl").unlink()
+    with pytest.raises(DataError, match=r"steps\.parquet: not a readable Parquet file"):
+        read_stream(folder, "steps", compact=True)
+
+
+@pytest.mark.parametrize(("key", "value"), [("state", 5), ("lossless", "maybe"), ("acceptance_length", "x")])
+def test_a_manifest_with_other_kinds_of_values_is_one_readable_error(tmp_path: Path, key: str, value: Any) -> None:
+    folder = write_run(tmp_path / "run", FakeRun(num_steps=3, manifest={key: value}))
+    with pytest.raises(DataError, match=rf"manifest\.json: {key} cannot be"):
+        load_run(folder)
+
+
+def test_a_configured_number_of_buckets_that_cannot_be_is_not_believed(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "run", FakeRun(num_steps=3, config={"bucketing.num_buckets": 10**9})))
+    assert run.num_buckets <= 6

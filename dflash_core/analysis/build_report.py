@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
+from dflash_core.analysis.compare import ALL_PAIRS_UP_TO
 from dflash_core.analysis.history import History
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.plots import Plot, order, pipeline, quality, training
@@ -20,13 +21,13 @@ from dflash_core.analysis.summary import (
     bucket_table,
     comparison_tables,
     figure_lines,
-    group_tables,
     head_lines,
     run_table,
     shortened,
     state_lines,
 )
 from dflash_core.analysis.told_findings import finding_lines, told_findings
+from dflash_core.analysis.told_groups import group_lines, group_tables
 from dflash_core.config import AnalyzeConfig
 
 
@@ -59,7 +60,8 @@ def build_report(content: Content) -> Report:
     runs, tables = content.runs, content.tables
     facts, rows = [run.facts for run in runs], [run.row for run in runs]
     names = shortened([run.name for run in runs])
-    head = [*head_lines(facts, rows, content.differences), *finding_lines(runs)]
+    groups = (tables["groups"].to_pylist(), tables["group_comparisons"].to_pylist())
+    head = [*head_lines(facts, rows, content.differences), *group_lines(*groups), *finding_lines(runs)]
     dataset = Path(rows[0]["dataset"]).name if rows[0]["dataset"] else "unknown"  # where it lies is in runs.parquet
     return Report(
         title=f"Runs compared: {names}" if len(runs) > 1 else f"Run: {names}",
@@ -70,7 +72,7 @@ def build_report(content: Content) -> Report:
         findings=told_findings(runs),
         differences=content.differences,
         runs=run_table(rows),
-        groups=group_tables(tables["groups"].to_pylist(), tables["group_comparisons"].to_pylist()),
+        groups=group_tables(*groups),
         comparisons=comparison_tables(rows, content.comparisons),
         buckets=bucket_table(rows, tables["bucket_stats"].to_pylist(), _ranges(content.histogram)),
         plots=_plots(content),
@@ -134,8 +136,14 @@ def _notes(content: Content) -> list[str]:
     if num_runs > pipeline.MAX_QUEUE_PLOTS:
         notes.append(f"Queue depths are shown for {pipeline.MAX_QUEUE_PLOTS} of {num_runs} runs.")
     if num_runs - 1 > MAX_COMPARISON_TABLES:
-        notes.append(f"Shown are the first {MAX_COMPARISON_TABLES} comparisons; comparisons.parquet holds those of all pairs.")
+        notes.append(comparisons_note(num_runs))
     return notes
+
+
+def comparisons_note(num_runs: int) -> str:
+    """Where to find the comparisons that the page has no room for."""
+    which = "of all pairs" if num_runs <= ALL_PAIRS_UP_TO else "of all runs with the first"
+    return f"Shown are the first {MAX_COMPARISON_TABLES} comparisons; comparisons.parquet holds those {which}."
 
 
 def _ranges(histogram: pd.DataFrame | None) -> dict[int, str]:

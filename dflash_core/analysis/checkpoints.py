@@ -99,7 +99,8 @@ def step_times(run: Run, checkpoints: list[Checkpoint]) -> StepTimes:
     end = np.asarray(steps["time"].cast(pa.int64()).to_numpy(), dtype=np.float64) / 1e6
     attempt, step, seconds = numbers(steps, "attempt", missing=0), numbers(steps, "step"), numbers(steps, "step_s").copy()
     overlaps = np.zeros(len(end), dtype=bool)
-    row_of = {key: row for row, key in enumerate(zip(step.tolist(), attempt.tolist(), strict=True))}
+    near = np.flatnonzero(np.isin(step, [one.step for one in checkpoints])).tolist()  # few of many
+    row_of = {(step[row], attempt[row]): row for row in near}
     for one in checkpoints:  # the snapshot before a step is not in the step's own time
         row = row_of.get((one.step, one.attempt))
         if row is not None:
@@ -226,9 +227,11 @@ def checkpoint_line(row: Mapping[str, Any]) -> str | None:
     if row["checkpoint_slowdown"] is None:
         return None
     low, high = row["checkpoint_slowdown_low"], row["checkpoint_slowdown_high"]
+    many = row["checkpoint_steps"]
+    these = "step that overlaps" if many == 1 else "steps that overlap"
+    longer = f"{'was' if many == 1 else 'were'} longer by {row['checkpoint_slowdown']:+.1%}"
     return (
-        f"{row['name']}: against others of as many padded tokens, the {row['checkpoint_steps']} steps that overlap one of "
-        f"{row['num_checkpoints']} checkpoints were longer by {row['checkpoint_slowdown']:+.1%} (median; 95 % interval "
-        f"{low:+.1%} to {high:+.1%}), the longest by {row['checkpoint_slowdown_max']:+.1%}; of the steps that overlap none, the "
-        f"longest by {row['other_slowdown_max']:+.1%}."
+        f"{row['name']}: against others of as many padded tokens, the {many} {these} one of {row['num_checkpoints']} checkpoints "
+        f"{longer} (median; 95 % interval {low:+.1%} to {high:+.1%}), the longest by {row['checkpoint_slowdown_max']:+.1%}; of "
+        f"the steps that overlap none, the longest by {row['other_slowdown_max']:+.1%}."
     )

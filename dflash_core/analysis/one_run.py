@@ -141,7 +141,8 @@ def _depths(run: Run) -> Depths | None:
     """Of the monitor's snapshots, or of the steps where there are none."""
     for table in (run.stats, run.steps):
         depths = matrix(table, "prefetch_depths")
-        known = np.isfinite(depths).any(axis=1) if depths.shape[1] else np.zeros(len(depths), dtype=bool)
+        step = numbers(table, "step")
+        known = np.isfinite(step) & np.isfinite(depths).any(axis=1) if depths.shape[1] else np.zeros(len(depths), dtype=bool)
         if known.any():
-            return Depths(numbers(table, "step")[known], depths[known])
+            return Depths(step[known], depths[known])
     return None

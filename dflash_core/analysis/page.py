@@ -80,7 +80,8 @@ function sized(figure, width) {
   const names = figure.data.filter(t => t.showlegend !== false && t.name).map(t => t.name);
   if (names.length < 2 && !figure.data.some(t => t.showlegend === true)) return { height: figure.base, "margin.t": 10 };
   const longest = Math.max(...names.map(name => 40 + 5.8 * name.length));
-  const lines = Math.ceil(names.length / Math.max(1, Math.floor((width - 56) / longest)));
+  const beside = figure.layout.yaxis?.type === "category" ? Math.max(...figure.data.flatMap(t => t.y).map(y => y.length)) : 0;
+  const lines = Math.ceil(names.length / Math.max(1, Math.floor((width - 56 - 6 * beside) / longest)));
   return { height: figure.base + 20 * lines, "margin.t": 16 + 20 * lines };
 }
 async function draw() {
@@ -187,6 +188,10 @@ PAGE = """<!doctype html>
 <section><h2>In figures</h2><ul>{% for line in report.figures %}<li>{{ line }}</li>{% endfor %}</ul></section>
 {% endif %}
 <section id="runs"><h2>Runs</h2>{{ show(report.runs) }}</section>
+{% if report.groups %}
+<section id="groups"><h2>Groups of runs</h2><p class="soft">{{ groups_note }}</p>
+{% for table in report.groups %}<h3>{{ table.title }}</h3>{{ show(table) }}{% endfor %}</section>
+{% endif %}
 {% for group in report.plots %}
 <h2 class="free" id="plots-{{ loop.index0 }}">{{ group.title }}</h2>
 <div class="plots">
@@ -199,10 +204,6 @@ PAGE = """<!doctype html>
 </div>
 {% endfor %}
 {% for note in report.notes %}<p class="soft">{{ note }}</p>{% endfor %}
-{% if report.groups %}
-<section id="groups"><h2>Groups of runs</h2><p class="soft">{{ groups_note }}</p>
-{% for table in report.groups %}<h3>{{ table.title }}</h3>{{ show(table) }}{% endfor %}</section>
-{% endif %}
 {% if report.comparisons %}
 <section id="comparisons"><h2>Comparisons</h2><p class="soft">{{ bold_note }}</p>
 {% for table in report.comparisons %}<h3>{{ table.title }}</h3>{{ show(table) }}{% endfor %}</section>

@@ -77,7 +77,7 @@ def read_stream(run_dir: Path, stream: str, *, compact: bool) -> pa.Table:
     source, compacted = run_dir / "metrics" / f"{stream}.jsonl", run_dir / "metrics" / f"{stream}.parquet"
     num_bytes = source.stat().st_size if source.is_file() else None
     if compacted.is_file():
-        table = _read_compacted(compacted, num_bytes)
+        table = _read_compacted(compacted, num_bytes, stream)
         if table is not None:
             return table
     if num_bytes is None:
@@ -92,16 +92,39 @@ def read_stream(run_dir: Path, stream: str, *, compact: bool) -> pa.Table:
     return table
 
 
-def _read_compacted(path: Path, source_bytes: int | None) -> pa.Table | None:
-    """The compacted stream, or None when its JSONL source has grown since, or another version of this code wrote it."""
+def _read_compacted(path: Path, source_bytes: int | None, stream: str) -> pa.Table | None:
+    """The compacted stream, or None when its JSONL source has grown since, or another version of this code wrote it.
+
+    Where the source is gone, nothing better can be made: what an earlier version wrote is brought into today's columns.
+    """
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {error}; remove it to have it made again") from None
+        if source_bytes is None:
+            raise DataError(f"{path}: not a readable Parquet file: {error}") from None
+        logger.warning("%s: not a readable Parquet file, the JSONL beside it is taken: %s", path, error)
+        return None
     metadata = table.schema.metadata or {}
-    fresh = source_bytes is None or metadata.get(SOURCE_BYTES_KEY.encode()) == str(source_bytes).encode()
+    table = table.replace_schema_metadata(None)
     same_version = metadata.get(VERSION_KEY) == str(SCHEMA_VERSION).encode()
-    return table.replace_schema_metadata(None) if fresh and same_version else None
+    if source_bytes is None:
+        return table if same_version else _of_today(table, stream, path)
+    fresh = metadata.get(SOURCE_BYTES_KEY.encode()) == str(source_bytes).encode()
+    return table if fresh and same_version else None
+
+
+def _of_today(table: pa.Table, stream: str, path: Path) -> pa.Table:
+    """A stream of another schema version: columns that it lacks are null, objects become text."""
+    columns = {}
+    for name, kind in ((field.name, field.type) for field in STREAMS[stream]):
+        try:
+            columns[name] = table[name].cast(kind) if name in table.column_names else pa.nulls(len(table), kind)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise DataError(f"{path}: {name} is not what it should be: {error}") from None
+    for name in table.column_names:
+        if name not in columns:
+            columns[name] = _infer(table[name].to_pylist()) if pa.types.is_nested(table[name].type) else table[name]
+    return _optional_typed(pa.table(columns), stream)
 
 
 def _parse(data: bytes, path: Path, stream: str) -> pa.Table:
@@ -113,7 +136,7 @@ def _parse(data: bytes, path: Path, stream: str) -> pa.Table:
             pass  # the slow way below takes what Arrow does not, or finds the row and says what is wrong with it
     try:
         return _typed(_table_of_rows(_rows_of(data, path), stream), stream)
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
         raise DataError(f"{path}: a field has values of another type than it should: {error}") from None
 
 
@@ -134,15 +157,22 @@ def _parse_by_arrow(data: bytes, stream: str) -> pa.Table:
 def _table_of_rows(rows: list[dict[str, Any]], stream: str) -> pa.Table:
     known = _raw_schema(stream)
     extra = sorted({name for row in rows for name in row} - set(known.names))
-    columns = {f.name: pa.array([row.get(f.name) for row in rows], type=f.type) for f in known}
+    columns = {f.name: _array([row.get(f.name) for row in rows], f) for f in known}
     columns |= {name: _infer([row.get(name) for row in rows]) for name in extra}
     return pa.table(columns)
+
+
+def _array(values: list[Any], field: pa.Field) -> pa.Array:
+    """The values in the field's type. Arrow cuts 3.5 to 3 without a word."""
+    if pa.types.is_integer(field.type) and any(isinstance(value, float) and not value.is_integer() for value in values):
+        raise pa.ArrowInvalid(f"{field.name} has a value that is not a whole number")
+    return pa.array(values, type=field.type)
 
 
 def _infer(values: list[Any]) -> pa.Array:
     try:
         found = pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
         found = None
     if found is None or pa.types.is_struct(found.type):  # a field of mixed types, or of many keys, has no column type but text
         return pa.array([None if value is None else json.dumps(value) for value in values])
@@ -151,6 +181,15 @@ def _infer(values: list[Any]) -> pa.Array:
 
 def _typed(table: pa.Table, stream: str) -> pa.Table:
     """Times as times, and fields that not all rows have in the types that they should have, where their values allow it."""
+    table = _optional_typed(table, stream)
+    seconds = table["time"]
+    micros = pc.round(pc.multiply(seconds, 1e6)).cast(pa.int64()) if len(table) else seconds.cast(pa.int64())
+    table = table.set_column(table.schema.get_field_index("time"), "time", micros.cast(pa.timestamp("us", tz="UTC")))
+    known = STREAMS[stream].names
+    return table.select(known + [name for name in table.column_names if name not in known])
+
+
+def _optional_typed(table: pa.Table, stream: str) -> pa.Table:
     for number, field in enumerate(table.schema):
         column = COLUMNS[stream].get(field.name)
         if column is not None and column.optional and field.type != column.type:
@@ -158,11 +197,7 @@ def _typed(table: pa.Table, stream: str) -> pa.Table:
                 table = table.set_column(number, field.name, table[field.name].cast(column.type))
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
                 continue  # it is not one of ours, or is damaged; whoever reads it looks at what it is
-    seconds = table["time"]
-    micros = pc.round(pc.multiply(seconds, 1e6)).cast(pa.int64()) if len(table) else seconds.cast(pa.int64())
-    table = table.set_column(table.schema.get_field_index("time"), "time", micros.cast(pa.timestamp("us", tz="UTC")))
-    known = STREAMS[stream].names
-    return table.select(known + [name for name in table.column_names if name not in known])
+    return table
 
 
 def last_attempts(table: pa.Table, keys: Iterable[str] = ("step",)) -> pa.Table:

@@ -20,7 +20,11 @@ BOLD_NOTE = (
     "block bootstrap), not the choice of the seed. Effect: the difference in standard deviations of the step noise (sd), or the "
     "ratio of the two values (×)."
 )
-GROUPS_NOTE = "Intervals of groups cover the differences between their runs, which are those of the seeds. Bold: zero is outside."
+GROUPS_NOTE = (
+    "A group: runs whose configurations differ in nothing but seeds. Each run is one value, so these intervals cover what "
+    "another seed would change (Student's t). Bold: the interval of the difference excludes zero. Effect: the difference in "
+    "standard deviations between runs of a group (sd)."
+)
 QUIET_NOTE = "A kind that needs more steps, or rows that were not recorded, says nothing."
 # An artifact is read in passing: of each run the strongest, the rest is in the page.
 MAX_MARKDOWN_FINDINGS = 6
@@ -88,10 +92,10 @@ def _sections(report: Report) -> Iterator[tuple[str, str]]:
     """Anchors and titles of the page's table of contents."""
     yield "findings", "Findings"
     yield "runs", "Runs"
-    for number, group in enumerate(report.plots):
-        yield f"plots-{number}", group.title
     if report.groups:
         yield "groups", "Groups"
+    for number, group in enumerate(report.plots):
+        yield f"plots-{number}", group.title
     if report.comparisons:
         yield "comparisons", "Comparisons"
     yield "buckets", "Buckets"
@@ -108,8 +112,10 @@ def to_markdown(report: Report) -> str:
     if report.figures:
         parts += ["## In figures", _bullets(report.figures)]
     parts += ["## Runs", _table(report.runs)]
+    if report.groups:
+        parts += ["## Groups of runs", _plain(GROUPS_NOTE)]
     for table in report.groups:
-        parts += [f"## {_plain(table.title)}", _table(table), _plain(GROUPS_NOTE)]
+        parts += [f"### {_plain(table.title)}", _table(table)]
     for table in report.comparisons:
         parts += [f"## {_plain(table.title)}", _table(table), "Bold: the 95 % interval of the difference excludes zero."]
     parts += ["## Buckets", _table(report.buckets)]

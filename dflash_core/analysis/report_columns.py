@@ -171,23 +171,31 @@ REPORT_TABLES: dict[str, Table] = {
         ("run_id", "step"),
     ),
     "loss_parts": Table(
-        "What makes up the scatter of a run's loss.",
+        "What makes up the variance of a run's loss, behind the first tenth of the steps. No rows where steps are too few, or "
+        "all alike, for the split.",
         {
             "run_id": _RUN,
-            "part": text("`composition`: which buckets a step holds; `trend`: training; `rest`: neither."),
-            "share": real(SHARE, "Of the variance of the loss."),
+            "part": text(
+                "`composition`: which buckets a step holds; `trend`: the slow change that training makes, a running median; "
+                "`rest`: neither."
+            ),
+            "share": real(SHARE, "Of the variance of the loss; the three sum to 1."),
             **_ends(SHARE, "low", "high"),
             "sd": real("nats", "Standard deviation of the part."),
         },
         ("run_id", "part"),
     ),
     "run_positions": Table(
-        "Gradient norm and loss by position in a bucket run: what the 1st, 2nd, ... of a stretch from one bucket brings.",
+        "Gradient norm and loss by position in a bucket run: what the 1st, 2nd, ... of a stretch from one bucket brings. The "
+        "first tenth of the steps, and steps whose norm or loss is not finite, are left out.",
         {
             "run_id": _RUN,
-            "level": text("What the run consists of, as in `run_lengths`."),
-            "position": integer("steps", "Position in the bucket run, from 1."),
-            "num_steps": integer("steps", "Steps at this position."),
+            "level": text(
+                "What the run consists of: `step`: steps that lean to one bucket, as in `run_lengths`; `batch`: batches of one "
+                "bucket, only where every step is one batch."
+            ),
+            "position": integer("steps", "Position in the bucket run, from 1; at most 20."),
+            "num_steps": integer("steps", "Steps at this position. Of fewer than 20 there are no intervals."),
             "grad_norm_mean": real(ONE, "Mean gradient norm, before clipping."),
             **_ends(ONE, "grad_norm_low", "grad_norm_high"),
             "loss_mean": real("nats", "Mean loss."),
@@ -196,14 +204,24 @@ REPORT_TABLES: dict[str, Table] = {
         ("run_id", "level", "position"),
     ),
     "waits": Table(
-        "Who waited for whom in a run.",
+        "Where the time of each stage of the pipeline went. A stage that was not recorded has no row.",
         {
             "run_id": _RUN,
-            "cell": integer(ONE, "The cell; null for the whole run."),
-            "stage": text("Who waited, and for what."),
-            "seconds": real("s", "How long, mean over those that wait."),
-            "share_of_time": real(SHARE, "Of the time of all steps."),
-            "per_batch_s": real("s", "The same per trained batch."),
+            "cell": integer(ONE, "The cell; null where batches do not say theirs."),
+            "stage": text(
+                "`loader.load`: loading batches; `loader.idle`: nothing to load, the feed waits for bytes or for the plan; "
+                "`feed.budget_wait`: the byte budget was full; `target.queued`: loaded batches in the queues; `target.forward`; "
+                "`target.idle`: no batch in the queue; `ready.held_up`: the drafter waited while later batches were there, a "
+                "part of `drafter.wait`; `drafter.wait`: for target states; `drafter.forward`, `.backward`, `.reduce` (joining "
+                "the cells, waiting for others included), `.optimizer`, `.other`. The drafter's are of the first cell; of other "
+                "cells only `drafter.wait`. On a GPU, `drafter.forward` and `.backward` are the time of the thread that launches."
+            ),
+            "seconds": real("s", "Summed over the threads of the stage; of `target.queued` over batches."),
+            "share_of_time": real(
+                SHARE,
+                "Of the time that all threads of the stage had; null where it is no thread's time or their number is unknown.",
+            ),
+            "per_batch_s": real("s", "`seconds` per trained batch of the cell."),
         },
         ("run_id", "cell", "stage"),
     ),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import yaml
 
 from dflash_core.analysis.reader import last_attempts, numbers, read_stream
@@ -26,6 +27,14 @@ COMPARABLE_KEYS: Mapping[str, Any] = {
     "train.loss": "cross_entropy",
     "train.loss_gamma": None,
     "draft.block_size": None,
+}
+# More than anybody cuts lengths into: what says so is damaged, and arrays by bucket would fill the memory.
+MOST_BUCKETS = 100_000
+MANIFEST_KINDS: Mapping[str, tuple[type, ...]] = {
+    "state": (str,),
+    "lossless": (bool,),
+    "acceptance_length": (int, float),
+    "acceptance_length_untrained": (int, float),
 }
 DPACE_KEY = "train.dpace_alpha"
 
@@ -70,7 +79,7 @@ class Run(RunFacts):
         """Buckets of the configuration, or as many as the batches show."""
         seen = int(numbers(self.batches, "bucket").max()) + 1
         configured = self.setting("bucketing.num_buckets")
-        return max(seen, configured) if isinstance(configured, int) else seen
+        return max(seen, configured) if isinstance(configured, int) and configured <= MOST_BUCKETS else seen
 
     def buckets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The bucket of each batch in training order."""
@@ -88,6 +97,9 @@ def load_facts(folder: Path) -> RunFacts:
         raise UserError(f"{folder}: no such run folder")
     manifest, config = _document(folder / "manifest.json"), _document(folder / "config.yaml")
     provenance = _document(folder / "provenance.json") if (folder / "provenance.json").is_file() else {}
+    for key, kinds in MANIFEST_KINDS.items():
+        if not isinstance(manifest.get(key), (*kinds, type(None))):
+            raise DataError(f"{folder / 'manifest.json'}: {key} cannot be {manifest[key]!r}")
     run_id = str(manifest.get("run_id") or folder.name)
     return RunFacts(folder, run_id, str(manifest.get("name") or run_id), manifest, config, provenance)
 
@@ -114,6 +126,9 @@ def load_metrics(facts: RunFacts) -> Run:
         for column in columns:
             if streams[name][column].null_count:
                 raise DataError(f"{folder / 'metrics' / name}.jsonl: rows without {column}")
+            low, high = pc.min_max(streams[name][column]).as_py().values()
+            if low < 0 or (column == "bucket" and high >= MOST_BUCKETS):
+                raise DataError(f"{folder / 'metrics' / name}.jsonl: {column} {low if low < 0 else high} cannot be")
     return Run(
         **{field.name: getattr(facts, field.name) for field in fields(RunFacts)},
         num_attempts=int(numbers(streams["steps"], "attempt", missing=0).max()) + 1,

@@ -36,6 +36,7 @@ LABELS = {
     "target_wait_share": "drafter waited for targets",
     "loss_at_equal_anchors": "loss at equal anchors seen",
     "expected_acceptance_at_equal_anchors": "expected acceptance length at equal anchors seen",
+    "loss_composition_share": "share of the loss variance from the bucket mix",
 }
 # Differences that the summary puts in words, when they have an interval.
 TOLD = ("final_loss", "loss_sd_detrended", "grad_norm_mean", "grad_norm_sd_detrended")
@@ -127,7 +128,10 @@ def _minute(text: Any) -> str:
 
 
 def _what(runs: Sequence[RunFacts], rows: Sequence[Row]) -> str:
-    states = ", ".join(f"{row['name']} ({number(row['num_steps'])} steps, {row['state'] or 'unknown state'})" for row in rows)
+    steps = [f"{number(row['num_steps'])} step{'' if row['num_steps'] == 1 else 's'}" for row in rows]
+    states = ", ".join(
+        f"{row['name']} ({many}, {row['state'] or 'unknown state'})" for row, many in zip(rows, steps, strict=True)
+    )
     if len(runs) == 1:
         return f"One run: {states}."
     if len(runs) > FEW_RUNS:
@@ -232,53 +236,18 @@ def run_table(rows: Sequence[Row]) -> Table:
     )
 
 
-def group_tables(groups: Sequence[Row], comparisons: Sequence[Row]) -> list[Table]:
-    """Groups of seeds (tables `groups` and `group_comparisons`); none where there are no rows."""
-    tables = []
-    if groups:
-        body = [
-            [
-                f"{_label(row['metric'])}{_unit(row['unit'])}",
-                row["group"],
-                number(row["num_runs"]),
-                number(row["mean"]),
-                number(row["sd"]),
-                _between(row["low"], row["high"], number),
-            ]
-            for row in sorted(groups, key=lambda row: (_rank(row["metric"]), row["group"]))
-        ]
-        tables.append(Table(["", "group", "runs", "mean", "sd between runs", "95 % interval"], body, "Each group"))
-    if comparisons:
-        found = sorted(comparisons, key=lambda row: (_rank(row["metric"]), row["group_a"], row["group_b"]))
-        body = [
-            [
-                f"{_label(row['metric'])}{_unit(row['unit'])}",
-                f"{row['group_a']} → {row['group_b']}",
-                f"{row['num_a']} / {row['num_b']}" + (", by seed" if row["paired"] else ""),
-                number(row["value_a"]),
-                number(row["value_b"]),
-                signed(row["difference"]),
-                _between(row["ci_low"], row["ci_high"], signed),
-                _effect(row),
-            ]
-            for row in found
-        ]
-        header = ["", "groups", "runs", "first", "second", "difference", "95 % interval", "effect"]
-        bold = frozenset(i for i, row in enumerate(found) if excludes_zero(row))
-        tables.append(Table(header, body, "Groups against each other", bold))
-    return tables
+def label(metric: str, unit: str = "1") -> str:
+    """A metric's name for people, with its unit where it has one."""
+    return LABELS.get(metric, metric.replace("_", " ")) + ("" if unit == "1" else f" ({unit})")
 
 
-def _label(metric: str) -> str:
-    return LABELS.get(metric, metric.replace("_", " "))
-
-
-def _rank(metric: str) -> int:
+def rank(metric: str) -> int:
     """The place of a metric in `LABELS`; those that are not there come last."""
     return list(LABELS).index(metric) if metric in LABELS else len(LABELS)
 
 
-def _between(low: float | None, high: float | None, shown: Callable[[float], str]) -> str:
+def between(low: float | None, high: float | None, shown: Callable[[float], str]) -> str:
+    """An interval; a dash where there is none."""
     return "–" if low is None or high is None else f"{shown(low)} to {shown(high)}"
 
 
@@ -290,12 +259,12 @@ def comparison_tables(rows: Sequence[Row], comparisons: Sequence[Row]) -> list[T
         found = [c for c in found if c["difference"] is not None]
         body = [
             [
-                f"{_label(c['metric'])}{_unit(c['unit'])}",
+                label(c["metric"], c["unit"]),
                 number(c["value_a"]),
                 number(c["value_b"]),
                 signed(c["difference"]),
-                _between(c["ci_low"], c["ci_high"], signed),
-                _effect(c),
+                between(c["ci_low"], c["ci_high"], signed),
+                effect(c),
             ]
             for c in found
         ]
@@ -305,14 +274,11 @@ def comparison_tables(rows: Sequence[Row], comparisons: Sequence[Row]) -> list[T
     return tables
 
 
-def _effect(row: Row) -> str:
+def effect(row: Row) -> str:
+    """The effect size of a row of `comparisons` or `group_comparisons`."""
     if row["effect_size"] is None:
         return "–"
     return f"×{exp(row['effect_size']):.2f}" if row["effect_kind"] == "log ratio" else f"{row['effect_size']:+.2f} sd"
-
-
-def _unit(unit: str) -> str:
-    return "" if unit == "1" else f" ({unit})"
 
 
 def bucket_table(rows: Sequence[Row], bucket_stats: Sequence[Row], ranges: Mapping[int, str]) -> Table:

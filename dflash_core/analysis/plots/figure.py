@@ -117,6 +117,8 @@ def draw_lines(figure: go.Figure, lines: Sequence[Line], hover: str, suffix: str
                 object
             )
         said = "%{hovertext}" if len(group) > 1 else label(group[0].run_name)
+        if own.get("mode") == "lines" and max(len(line.x) for line in group) == 1:
+            own["mode"] = "lines+markers"  # a line through one point is nothing to see
         shown = own.pop("showlegend", any(line.look.show for line in group))
         figure.add_scatter(
             x=np.concatenate([np.append(line.x, line.x[-1:]) for line in group]),
@@ -218,10 +220,10 @@ def _neutral(dash: str, width: float) -> dict[str, Any]:
     return {"dash": dash, "width": width, "color": NEUTRAL}
 
 
-def line_name(x: float, text: str, height: float) -> dict[str, Any]:
-    """A text beside a vertical line, an annotation of the layout."""
-    place = {"xref": "x", "yref": "paper", "yanchor": "top", "xanchor": "left", "showarrow": False}
-    return {"x": x, "y": height, "text": f" {escape(text)}", **place}
+def line_name(x: float, text: str, height: float, *, left: bool = False) -> dict[str, Any]:
+    """A text beside a vertical line, an annotation of the layout; `left` of a line near the right edge."""
+    place = {"xref": "x", "yref": "paper", "yanchor": "top", "xanchor": "right" if left else "left", "showarrow": False}
+    return {"x": x, "y": height, "text": f"{escape(text)} " if left else f" {escape(text)}", **place}
 
 
 def log_ticks(series: Sequence[FloatArray]) -> list[float]:

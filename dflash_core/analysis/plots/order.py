@@ -93,9 +93,9 @@ def _level_plot(runs: Sequence[RunAnalysis], level: str, lengths: pd.DataFrame) 
     else:
         draw_lines(figure, lines, "length %{x}: %{y:,}", mode="lines+markers", line={"width": 1}, marker={"size": 4})
     longest = int(lengths["run_length"].max())
-    shapes, names, sentence, reach = _bounds(runs) if level == "flat" else ([], [], "", 0.0)
+    shapes, names, sentence, reach = _bounds(runs, longest) if level == "flat" else ([], [], "", 0.0)
     furthest = max(reach, longest) + 0.8
-    axis = {"tickformat": "d", "dtick": 1 if furthest <= 10.8 else None, "range": [0.4, furthest]}
+    axis = {**_whole_ticks(furthest), "range": [0.4, furthest]}
     what_x, height = f"length of a bucket run, {unit}", 480 if by_bucket else 340
     lay_out(
         figure, what_x, "bucket runs (log)", log_y=True, height=height, xaxis=axis, bargap=0.15, shapes=shapes, annotations=names
@@ -110,6 +110,11 @@ def _level_plot(runs: Sequence[RunAnalysis], level: str, lengths: pd.DataFrame) 
         caption += " Below: in which buckets, a larger dot for more."
     key = "run_lengths" if level == "flat" else f"run_lengths_{level}"
     return Plot(key, title, caption + sentence, figure)
+
+
+def _whole_ticks(furthest: float) -> dict[str, Any]:
+    """An axis of whole numbers up to this one: plotly would put ticks between the first few."""
+    return {"tickformat": "d", "dtick": 1 if furthest <= 10.8 else None}
 
 
 def _draw_bars(figure: go.Figure, lines: Sequence[Line]) -> None:
@@ -134,7 +139,7 @@ def _draw_buckets(figure: go.Figure, part: pd.DataFrame, look: Style, shift: flo
     )
 
 
-def _bounds(runs: Sequence[RunAnalysis]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str, float]:
+def _bounds(runs: Sequence[RunAnalysis], longest: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str, float]:
     """Lines for R* and for shuffling, their names, the sentence that explains them, and how far they reach."""
     bounds = sorted({int(run.row["shortest_possible_longest_run"]) for run in runs})
     shuffled = sorted(float(run.row["shuffled_longest_run_median"]) for run in runs)
@@ -144,7 +149,7 @@ def _bounds(runs: Sequence[RunAnalysis]) -> tuple[list[dict[str, Any]], list[dic
     sentence = " Dashed: R*, the shortest that the longest run of an epoch can be."
     if typical > bounds[-1]:
         lines.append(vertical_line(typical, "dot", 1.5))
-        names.append(line_name(typical, "shuffling", 0.93))
+        names.append(line_name(typical, "shuffling", 0.93, left=typical > 0.6 * longest))
         sentence += " Dotted: what shuffling at random gives for it (median)."
     return lines, names, sentence, max(bounds[-1] + 0.5, typical)
 
@@ -169,7 +174,8 @@ def share_plots(runs: Sequence[RunAnalysis], histories: Mapping[str, History], r
         in_order = {"traceorder": "normal"}
         lay_out(figure, "optimizer step", "share of the batches", height=300, yaxis=shares_axis, legend=in_order)
         width = history.steps[1] - history.steps[0]
-        caption = f"Batches of each bucket (lengths in tokens) among those of {width:.0f} steps; level borders: an even mix."
+        lengths = " (lengths in tokens)" if ranges else ""
+        caption = f"Batches of each bucket{lengths} among those of {width:.0f} steps; level borders: an even mix."
         plots.append(Plot(f"shares_{number}", f"Bucket shares over time: {run.name}", caption, figure))
     return plots
 
@@ -186,7 +192,12 @@ def position_plots(runs: Sequence[RunAnalysis], positions: pd.DataFrame) -> list
                 line = Line(look, run.name, whole(part["position"].to_numpy()), part["grad_norm_mean"].to_numpy(dtype=float))
                 _draw_positions(figure, line, part, bars=len(runs) <= MAX_RAW_SERIES)
         if figure.data:
-            lay_out(figure, f"position in a bucket run ({level})", "gradient norm, mean", xaxis={"tickformat": "d"})
+            lay_out(
+                figure,
+                f"position in a bucket run ({level})",
+                "gradient norm, mean",
+                xaxis=_whole_ticks(int(of_level["position"].max())),
+            )
             caption = "A line that rises: the gradient grows while batches of one bucket follow each other."
             caption += " Bars: 95 % intervals." if len(runs) <= MAX_RAW_SERIES else ""
             plots.append(Plot(f"positions_{number}", f"Gradient norm inside a bucket run: {level}", caption, figure))

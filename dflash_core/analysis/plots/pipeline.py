@@ -32,11 +32,12 @@ def wait_plot(runs: Sequence[RunAnalysis], waits: pd.DataFrame) -> Plot | None:
     if not len(rows):
         return None
     actors = ACTORS if len(runs) <= MOST_WITH_ALL_ACTORS else ACTORS[:1]
-    bars = {(run.run_id, actor): f"{run.name}: {actor}" for run in runs for actor in actors}
+    bars = {(run.run_id, actor): f"{run.name}: {actor}" if len(runs) > 1 else actor for run in runs for actor in actors}
     shares = rows.groupby(["run_id", "actor", "part"], as_index=False)["share_of_time"].mean()
     columns = (shares[name].tolist() for name in ("run_id", "actor", "part", "share_of_time"))
     known = {((run_id, actor), part): share for run_id, actor, part, share in zip(*columns, strict=True)}
-    figure = _bars(bars, known, list(dict.fromkeys(rows["part"])), "share of its time")
+    parts = list(dict.fromkeys(rows.loc[rows["actor"].isin(actors), "part"]))
+    figure = _bars(bars, known, parts, "share of its time", what="run" if len(runs) > 1 else "side")
     caption = (
         "What each side of the pipeline spent its time on, mean over its threads and cells. Idle or waiting: another side, or a "
         "shared core, is what holds it up."
@@ -71,8 +72,9 @@ def _bars(
     parts: Sequence[str],
     axis: str,
     more: Mapping[tuple[Any, str], str] | None = None,
+    what: str = "run",
 ) -> go.Figure:
-    """A stacked bar for each key of `bars`, which gives its name, the first on top; `known` is by key and part."""
+    """A stacked bar for each key of `bars`, which names it, the first on top; `known` is by key and part, `what` a bar is."""
     figure = go.Figure()
     shown = {key: label(name) for key, name in bars.items() if any((key, part) in known for part in parts)}
     names = list(shown.values())
@@ -98,7 +100,7 @@ def _bars(
     sideways = {"autorange": "reversed", "type": "category"}
     share = {"tickformat": ".0%"}
     in_order = {"traceorder": "normal"}
-    lay_out(figure, axis, "run", height=height, xaxis=share, yaxis=sideways, legend=in_order, barmode="stack", bargap=0.3)
+    lay_out(figure, axis, what, height=height, xaxis=share, yaxis=sideways, legend=in_order, barmode="stack", bargap=0.3)
     return figure
 
 

@@ -41,7 +41,8 @@ def acceptance_plots(runs: Sequence[RunAnalysis]) -> list[Plot]:
         if figure.data:
             shares = {"range": [0, 1.03], "tickformat": ".0%"}
             lay_out(figure, "slot of the block", "share", xaxis={"tickformat": "d", "dtick": 1}, yaxis=shares)
-            plots.append(Plot(metric, title, caption + " Dotted: before training.", figure))
+            untrained = any(trace.line.dash == "dot" for trace in figure.data)
+            plots.append(Plot(metric, title, caption + (" Dotted: before training." if untrained else ""), figure))
     return plots
 
 
