@@ -150,7 +150,7 @@ def test_progress_is_on_one_grid_and_its_means_are_those_of_the_steps(measured: 
             end = row["num_anchors_seen"] // anchors
             part = losses[max(0, end - 6000 // anchors) : end]
             assert row["step"] == end - 1 and row["loss"] == pytest.approx(np.mean(part))
-            assert row["loss_adjusted"] == pytest.approx(row["loss"])
+            assert row["loss_adjusted"] == pytest.approx(row["loss"], rel=1e-3)  # the mix explains next to nothing
             if len(part) >= 20:
                 half = (row["loss_high"] - row["loss_low"]) / 2
                 assert row["loss_low"] < row["loss"] < row["loss_high"]

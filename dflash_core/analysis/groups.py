@@ -22,6 +22,8 @@ from dflash_core.analysis.series import FloatArray
 EFFECT_KIND = "difference over pooled sd between runs"
 SEED_SUFFIX = re.compile(r"[-_. ]*(?:seed|s)?[-_. =]*\d+$")
 NOT_SETTINGS = ("name", "run_id", "description")
+# Sections of the configuration that change nothing of a run's result.
+NOT_SECTIONS = ("metrics", "analyze", "regenerate", "retrain")
 MOST_NAMED_KEYS = 3
 
 
@@ -52,7 +54,8 @@ def groups_of(runs: Sequence[RunFacts]) -> list[Group]:
 
 def settings_of(run: RunFacts) -> dict[str, Any]:
     """What makes a run's result besides chance: its configuration without seeds and names, its data and its target."""
-    flat = {key: value for key, value in flatten(run.config).items() if key not in NOT_SETTINGS and key.split(".")[-1] != "seed"}
+    kept = {key: value for key, value in run.config.items() if key not in (*NOT_SETTINGS, *NOT_SECTIONS)}
+    flat = {key: value for key, value in flatten(kept).items() if key.split(".")[-1] != "seed"}
     return flat | {f"{field} of the run": run.manifest.get(field) for field in COMPARABLE_FIELDS}
 
 

@@ -70,7 +70,7 @@ def _targets(run: Run) -> tuple[IntArray, tuple[str, ...]]:
     cell, target = numbers(run.batches, "cell", missing=0), numbers(run.batches, "target")
     if not np.isfinite(target).all():
         return np.zeros(0, dtype=np.int64), ()
-    # By the columns, each of which has few values: to sort pairs takes thirty times as long.
+    # By the columns, each of which has few values: to sort pairs takes much longer.
     (cells, in_cells), (targets, in_targets) = (np.unique(values, return_inverse=True) for values in (cell, target))
     pair = in_cells * len(targets) + in_targets
     there = np.flatnonzero(np.bincount(pair, minlength=len(cells) * len(targets)))

@@ -14,6 +14,7 @@ from numpy.random import Generator
 
 from dflash_core.analysis.checkpoints import checkpoint_tables
 from dflash_core.analysis.compare import Estimate, estimates
+from dflash_core.analysis.findings.cleared import Cleared, cleared
 from dflash_core.analysis.findings.detect import find_all, finding_rows
 from dflash_core.analysis.findings.finding import Context, Finding
 from dflash_core.analysis.findings.loss_parts import adjusted_loss, loss_part_rows
@@ -47,6 +48,7 @@ class RunAnalysis:
         tables: its rows of every table that has a `run_id`, by the table's name.
         estimates: its compared metrics, with resamples where they are series.
         findings: what the detectors found, strongest first.
+        cleared: what checkpoints, epoch starts, resumes and changes of the learning rate do to its loss.
         evals: its evaluation rows.
         depths: None where they were not recorded.
         history: moments and mixes over time.
@@ -58,6 +60,7 @@ class RunAnalysis:
     tables: Mapping[str, pa.Table]
     estimates: Mapping[str, Estimate]
     findings: tuple[Finding, ...]
+    cleared: tuple[Cleared, ...]
     evals: pa.Table
     depths: Depths | None
     history: History
@@ -110,6 +113,7 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
         tables={**tables, "curves": curves(run)},
         estimates=estimates(run, row, norms[0], series_rng),
         findings=tuple(found),
+        cleared=tuple(cleared(run)),
         evals=run.evals,
         depths=_depths(run),
         history=history_of(run),

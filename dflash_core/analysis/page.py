@@ -183,6 +183,9 @@ PAGE = """<!doctype html>
 {% if told.looked_for %}<details><summary>Looked for and not found</summary>
 <ul>{% for line in told.looked_for %}<li>{{ line }}</li>{% endfor %}</ul><p class="soft">{{ quiet_note }}</p></details>{% endif %}
 {% endif %}
+{% if told.suspects %}<h3>The usual suspects</h3><ul>
+{% for name, lines in told.suspects %}{% for line in lines %}<li>{{ name }}. {{ line }}</li>{% endfor %}{% endfor %}
+</ul>{% endif %}
 </section>
 {% if report.figures %}
 <section><h2>In figures</h2><ul>{% for line in report.figures %}<li>{{ line }}</li>{% endfor %}</ul></section>

@@ -139,6 +139,8 @@ def _findings(told: ToldFindings) -> Iterator[str]:
                 yield f"And {len(run.findings) - len(shown)} more in report.html."
         if told.quiet:
             yield f"{NOTHING[:-1]} in {_plain(', '.join(told.quiet))}."
+    if told.suspects:
+        yield _bullets([f"{name}. {line}" for name, lines in told.suspects for line in lines])
 
 
 def _finding(one: ToldFinding) -> str:

@@ -49,6 +49,7 @@ class ToldFindings:
         looked_for: what each kind that was not found in any run says.
         matrix: runs by kinds, of many runs only.
         is_running: a run has not ended, so more may come.
+        suspects: what checkpoints and the like do to the loss, a sentence each, by run; of few runs only.
     """
 
     runs: Sequence[ToldRun]
@@ -56,6 +57,7 @@ class ToldFindings:
     looked_for: Sequence[str]
     matrix: Table | None
     is_running: bool
+    suspects: Sequence[tuple[str, Sequence[str]]] = ()
 
     @property
     def folded(self) -> bool:
@@ -71,7 +73,12 @@ def told_findings(runs: Sequence[RunAnalysis]) -> ToldFindings:
         looked_for=[says for kind, says in KINDS.items() if kind not in found],
         matrix=_matrix(runs, [kind for kind in KINDS if kind in found]) if len(runs) > FEW_RUNS and found else None,
         is_running=any(run.row["state"] == "running" for run in runs),
+        suspects=_suspects(runs) if len(runs) <= FEW_RUNS else (),
     )
+
+
+def _suspects(runs: Sequence[RunAnalysis]) -> list[tuple[str, list[str]]]:
+    return [(run.name, [one.sentence() for one in run.cleared]) for run in runs if run.cleared]
 
 
 def told_finding(run: RunAnalysis, finding: Finding) -> ToldFinding:
