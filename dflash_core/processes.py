@@ -24,6 +24,13 @@ def default_num_processes() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def one_thread() -> None:
+    """For `start`: libraries that compute with threads of their own use one, for there is a process per core already. They look
+    when they are loaded, so nothing that loads them may be preloaded."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+
+
 class Processes:
     """A pool of processes that can be ended at once.
 

@@ -9,19 +9,17 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 
 from dflash_core.analysis.one_run import RunAnalysis, analyze_one
 from dflash_core.analysis.runs import RunFacts
 from dflash_core.config import AnalyzeConfig
 from dflash_core.errors import DataError
-from dflash_core.processes import Processes, default_num_processes
+from dflash_core.processes import Processes, default_num_processes, one_thread
 
 # Of resamples and permutations. Fixed, so that the same runs always give the same report.
 SEED = 20_260_101
 # A process is worth starting (about a second) when there is more than this to read.
 BYTES_PER_PROCESS = 64 * 1024**2
-PRELOAD = ("dflash_core.analysis.one_run",)
 
 
 def analyze_each(
@@ -39,7 +37,7 @@ def analyze_each(
         num_processes = min(default_num_processes(), len(runs), sum(map(_metric_bytes, runs)) // BYTES_PER_PROCESS)
     if num_processes <= 1:
         return [_analyze(number, run, config, bins) for number, run in enumerate(runs)]
-    processes = Processes(num_processes, _one_thread, preload=PRELOAD)
+    processes = Processes(num_processes, one_thread)
     done = False
     try:
         waiting: deque[Future[RunAnalysis]] = deque()
@@ -59,11 +57,6 @@ def analyze_each(
 
 def _analyze(number: int, run: RunFacts, config: AnalyzeConfig, bins: pd.DataFrame | None) -> RunAnalysis:
     return analyze_one(run, config, np.random.default_rng([SEED, number]), bins)
-
-
-def _one_thread() -> None:
-    """There is a process per core already."""
-    pa.set_cpu_count(1)
 
 
 def _metric_bytes(run: RunFacts) -> int:

@@ -14,10 +14,10 @@ from numpy.random import Generator
 
 from dflash_core.analysis.checkpoints import checkpoint_tables
 from dflash_core.analysis.compare import Estimate, estimates
-from dflash_core.analysis.findings.cleared import Cleared, cleared
+from dflash_core.analysis.findings.cleared import Cleared, cleared_in
 from dflash_core.analysis.findings.detect import find_all, finding_rows
 from dflash_core.analysis.findings.finding import Context, Finding
-from dflash_core.analysis.findings.loss_parts import adjusted_loss, loss_part_rows
+from dflash_core.analysis.findings.loss_parts import fit_loss, loss_part_rows, without_mix
 from dflash_core.analysis.findings.spikes import norm_by_position
 from dflash_core.analysis.findings.waits import waits
 from dflash_core.analysis.history import History, history_of
@@ -95,6 +95,8 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
     checkpoints, about_checkpoints = checkpoint_tables(run, order_rng.spawn(1)[0])
     row, norms = run_row(run, order_rng, about_checkpoints), grad_norm_rows(run, config.spike_mad)
     found = find_all(run, Context(config, finding_rng, bins))
+    fit = fit_loss(run)
+    adjusted = without_mix(numbers(run.steps, "loss"), fit)
     rows = {
         "runs": [row],
         "run_lengths": run_length_rows(run),
@@ -102,7 +104,7 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
         "grad_norms": norms,
         "checkpoints": checkpoints,
         "findings": finding_rows(found),
-        "loss_parts": loss_part_rows(run, parts_rng),
+        "loss_parts": loss_part_rows(run.run_id, fit, parts_rng),
         "run_positions": norm_by_position(run, positions_rng),
         "waits": waits(run),
     }
@@ -110,10 +112,10 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
     return RunAnalysis(
         facts=facts,
         row=row,
-        tables={**tables, "curves": curves(run)},
+        tables={**tables, "curves": curves(run, adjusted)},
         estimates=estimates(run, row, norms[0], series_rng),
         findings=tuple(found),
-        cleared=tuple(cleared(run)),
+        cleared=tuple(cleared_in(run, adjusted)),
         evals=run.evals,
         depths=_depths(run),
         history=history_of(run),
@@ -129,14 +131,14 @@ def _noise(values: FloatArray) -> FloatArray:
     return noise
 
 
-def curves(run: Run) -> pa.Table:
+def curves(run: Run, adjusted: FloatArray) -> pa.Table:
     """The run's rows of `curves`, one per step. `num_anchors_seen` counts those of the step too."""
     steps = run.steps
     columns = {name: pc.cast(steps[name], pa.float64()) for name in ("loss", "grad_norm", "expected_acceptance_length")}
     columns["run_id"] = pa.array([run.run_id] * len(steps), pa.string())
     columns["step"] = steps["step"]
     columns["num_anchors_seen"] = pa.array(np.cumsum(numbers(steps, "num_anchors", missing=0)).astype(np.int64))
-    columns["loss_adjusted"] = pa.array(adjusted_loss(run))
+    columns["loss_adjusted"] = pa.array(adjusted)
     schema = TABLES["curves"]
     return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 

@@ -232,9 +232,13 @@ def _inverse(x: FloatArray) -> tuple[FloatArray, int]:
 
 def loss_parts(run: Run, rng: Generator) -> LossParts | None:
     """Split the variance of the loss; None for a run too short to say, or whose steps all have the same mix."""
-    curves = curves_of(run)
-    fit = fit_composition(run, curves.loss)
+    fit = fit_loss(run)
     return None if fit is None else parts_of(fit, rng)
+
+
+def fit_loss(run: Run) -> Fit | None:
+    """`fit_composition` of the run's loss."""
+    return fit_composition(run, curves_of(run).loss)
 
 
 def parts_of(fit: Fit, rng: Generator) -> LossParts:
@@ -293,8 +297,12 @@ def adjusted_loss(run: Run) -> FloatArray:
 
     It is what a step of the run's mean mix would have lost. Where the mix explains nothing it is the loss itself; NaN stays NaN.
     """
-    curves = curves_of(run)
-    return curves.loss - composition_effect(fit_composition(run, curves.loss), len(curves))
+    return without_mix(curves_of(run).loss, fit_loss(run))
+
+
+def without_mix(loss: FloatArray, fit: Fit | None) -> FloatArray:
+    """See `adjusted_loss`, which this is for a fit that is there already."""
+    return loss - composition_effect(fit, len(loss))
 
 
 def composition_effect(fit: Fit | None, num_steps: int) -> FloatArray:
@@ -305,15 +313,15 @@ def composition_effect(fit: Fit | None, num_steps: int) -> FloatArray:
     return fit.effect * (fit.explained * float(fit.around @ fit.around) / plain if plain > 0 else 0.0)
 
 
-def loss_part_rows(run: Run, rng: Generator) -> list[dict[str, Any]]:
-    """The run's rows of `loss_parts`; none where nothing can be said. Only the composition has an interval."""
-    parts = loss_parts(run, rng)
-    if parts is None:
+def loss_part_rows(run_id: str, fit: Fit | None, rng: Generator) -> list[dict[str, Any]]:
+    """A run's rows of `loss_parts` from its `fit_loss`; none where nothing can be said. Only the composition has an interval."""
+    if fit is None:
         return []
+    parts = parts_of(fit, rng)
     rows = (
         ("composition", parts.share_composition, parts.share_low, parts.share_high, parts.sd_composition),
         ("trend", parts.share_trend, None, None, parts.sd_trend),
         ("rest", parts.share_rest, None, None, parts.sd_rest),
     )
     names = ("part", "share", "low", "high", "sd")
-    return [{"run_id": run.run_id, **dict(zip(names, row, strict=True))} for row in rows]
+    return [{"run_id": run_id, **dict(zip(names, row, strict=True))} for row in rows]
