@@ -10,8 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "dflash_core"
 STARTERS = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadPool", "start_new_thread", "to_thread", "run_in_executor"}
-# The one place; and a process that has no supervisor: a tokenizing worker's watch over its parent.
-OWNERS = {"pipeline/threads.py", "data/worker.py"}
+# The one place; and a process that has no supervisor: a worker's watch over its parent.
+OWNERS = {"pipeline/threads.py", "processes.py"}
 WAITS = {"wait", "get", "join", "acquire", "result", "wait_for"}
 # Names that stand for our own channels and buffers, whose waits have the limit that they were made with.
 OURS = {"queue", "ready", "_feed"}

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from dflash_core.data.chat_template import ChatTemplate
 from dflash_core.data.files import TakenFile
 from dflash_core.data.regenerate_log import AnswerLog, row_key
 from dflash_core.data.turns import BadRow
@@ -186,6 +185,8 @@ def check_mode(
     Raises:
         DataError: the chat template makes another prompt of it (thinking on or off, as a rule).
     """
+    from dflash_core.data.chat_template import ChatTemplate  # loads transformers
+
     template = str(tokenizer.get_chat_template())
 
     def prompt(variables: Mapping[str, Any]) -> str:
