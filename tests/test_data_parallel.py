@@ -147,7 +147,8 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal.Signals) -> None:
     rows = [row("answer " * (1 + n % 9) * 20, id=f"s{n}") for n in range(300)]
     file = write(tmp_path / "x.jsonl", rows)

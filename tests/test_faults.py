@@ -136,7 +136,8 @@ def test_a_full_disk_while_a_checkpoint_is_written(bench: Bench, what: str) -> N
     assert_resumes(bench, run_dir)
 
 
-@pytest.mark.parametrize("stream", ["steps", *(pytest.param(name, marks=SLOW) for name in ("batches", "stats", "events"))])
+@SLOW
+@pytest.mark.parametrize("stream", ["steps", "batches", "stats", "events"])
 def test_a_full_disk_while_metrics_are_written(bench: Bench, stream: str) -> None:
     """`/dev/full` is the system's own full disk. It cannot be flushed either, which must not hide the first failure."""
     run_dir = bench.make(f"full-{stream}", OFTEN)
@@ -162,7 +163,8 @@ def own_bench(bench: Bench, tmp_path: Path) -> Bench:
     return Bench(tmp_path, experiment, bench.server)
 
 
-@pytest.mark.parametrize("action", ["truncate", pytest.param("delete", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("action", ["truncate", "delete"])
 def test_a_shard_that_changes_while_a_run_is_on(own_bench: Bench, action: str) -> None:
     """A deleted file stays mapped and the run goes on. One that is cut off ends the run before it is read there."""
     few = ("prefetch.queue_batches=1", "prefetch.num_workers=1", "prefetch.max_bytes=100000")

@@ -164,7 +164,8 @@ def test_an_experiment_from_data_to_report_and_again(place: Workplace) -> None:
     assert (place.run_dir("demo", "shuffle") / "logs" / "train.log").read_text().count(HEADER) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_training_in_good_order_and_the_same_command_goes_on(place: Workplace, number: int) -> None:
     name = f"stopped-{int(number)}"
     path = place.experiment(name, runs={"a": {"steps": 100, "pace": 0.1}})

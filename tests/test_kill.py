@@ -144,6 +144,7 @@ def test_a_cell_whose_peer_is_killed_ends_by_itself(bench: Bench, killed: int) -
     assert_whole(run_dir, killed=True)
 
 
+@pytest.mark.slow
 def test_the_number_of_cells_may_change_between_attempts(bench: Bench) -> None:
     """1, 2, 1: the batches are the same; only the order of summation differs."""
     reference = bench.reference(OFTEN)

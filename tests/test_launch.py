@@ -156,6 +156,7 @@ def test_a_second_signal_cuts_the_grace_short(tree: Callable[..., Tree]) -> None
     assert wait_for(one.gone) < 30
 
 
+@pytest.mark.slow
 def test_a_helper_that_outlives_its_command_is_ended(tmp_path: Path) -> None:
     code = launch([sys.executable, "-c", TREE, str(tmp_path), "0", "1"], log_file=tmp_path / "log")
     assert code == 0
