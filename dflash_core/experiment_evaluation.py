@@ -68,6 +68,8 @@ def evaluate_run(run_dir: Path, progress: Progress | None = None, chosen: Chosen
         DataError: there is no such checkpoint or no held-out file.
         ConfigError: the run's experiment describes another draft than the checkpoint.
     """
+    from dflash_core.analysis.reader import compact_streams
+    from dflash_core.analysis.runs import ENDED
     from dflash_core.export import export_checkpoint
     from dflash_core.training.retention import by_step
 
@@ -101,6 +103,8 @@ def evaluate_run(run_dir: Path, progress: Progress | None = None, chosen: Chosen
     run.update_manifest(**headline, evaluation=result, evaluation_digest=done)
     export_checkpoint(checkpoint, run.export, evaluation=result)
     run.update_manifest(export="export")
+    if manifest.get("state") in ENDED:
+        compact_streams(run.path)
     return result
 
 

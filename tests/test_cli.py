@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from dflash_core import cli
+from dflash_core.analysis import read_rows
 from tests.fake_runs import FakeRun, undocumented, write_run
 
 
@@ -48,6 +50,11 @@ def test_train_evaluate_analyze(
     code, out, _ = dflash(monkeypatch, capsys, "evaluate", run_dir)
     assert code == 0 and json.loads(out)["lossless"] is True
     assert undocumented(run_dir) == set()
+    for stream in ("steps", "batches", "evals"):  # the run has ended and is evaluated: analyses begin with Parquet
+        assert (
+            len(read_rows(run_dir / "metrics" / f"{stream}.jsonl"))
+            == pq.read_metadata(run_dir / "metrics" / f"{stream}.parquet").num_rows
+        )
     code, out, _ = dflash(monkeypatch, capsys, "export", run_dir, "--out", tmp_path / "served")
     assert code == 0 and (tmp_path / "served" / "model.safetensors").is_file()
     code, out, _ = dflash(monkeypatch, capsys, "analyze", run_dir, "--out", tmp_path / "report")

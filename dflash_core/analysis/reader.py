@@ -92,6 +92,18 @@ def read_stream(run_dir: Path, stream: str, *, compact: bool) -> pa.Table:
     return table
 
 
+def compact_streams(run_dir: Path) -> None:
+    """Write the Parquet files of a run that has ended, so that every analysis begins with them.
+
+    A damaged stream is left as it is, with a warning: whoever analyses the run is told.
+    """
+    for stream in STREAMS:
+        try:
+            read_stream(run_dir, stream, compact=True)
+        except DataError as error:
+            logger.warning("not compacted: %s", error)
+
+
 def _read_compacted(path: Path, source_bytes: int | None, stream: str) -> pa.Table | None:
     """The compacted stream, or None when its JSONL source has grown since, or another version of this code wrote it.
 
