@@ -31,7 +31,9 @@ def test_topology_does_not_change_the_loss_trajectory(bench: Bench, targets: int
     )
     assert bench.train(run_dir) == [0]
     assert_same_run(bench.reference(), run_dir)
-    assert len({row["target"] for row in rows(run_dir, "batches")}) == targets
+    served = len({row["target"] for row in rows(run_dir, "batches")})
+    # Counters that pass targets over may leave one without any of so few batches.
+    assert served == targets or (dispatch == "per_worker_skipping" and served > 1)
 
 
 @pytest.mark.slow
