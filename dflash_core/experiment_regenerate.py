@@ -107,6 +107,7 @@ class _Job:
 
     @classmethod
     def of(cls, config: ExperimentConfig) -> _Job:
+        """What a configuration asks for, its tokenizer and template loaded; raises ConfigError or DataError."""
         from dflash_core.data import load_tokenizer
 
         check_regenerate(config)

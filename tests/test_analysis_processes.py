@@ -18,7 +18,7 @@ from dflash_core.analysis.runs import load_all_facts
 from dflash_core.config import AnalyzeConfig
 from dflash_core.errors import DataError
 from tests.fake_runs import FakeRun, write_run
-from tests.test_data_parallel import is_worker, wait_until, workers
+from tests.test_data_parallel import ends_with_its_parent, is_worker, wait_until, workers
 
 CONFIG = AnalyzeConfig()
 
@@ -95,23 +95,16 @@ def test_no_process_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal
     made(tmp_path, 3)
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    family: list[psutil.Process] = []
-    try:
+
+    def find_family() -> list[psutil.Process]:
         assert parent.stdout is not None and parent.stdout.readline() == b"begun\n"
+        family: list[psutil.Process] = []
 
         def working() -> bool:
             family[:] = psutil.Process(parent.pid).children(recursive=True)
             return sum(is_worker(process) for process in family) == 2
 
         wait_until(working)
-        if how == signal.SIGINT:
-            os.killpg(parent.pid, how)  # as the terminal does it
-        else:
-            parent.kill()
-        _, errors = parent.communicate(timeout=20)
-    finally:
-        if parent.poll() is None:
-            parent.kill()
-            parent.communicate()
-    assert parent.returncode == (77 if how == signal.SIGINT else -how) and b"Traceback" not in errors
-    wait_until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family), 10.0)
+        return family
+
+    ends_with_its_parent(parent, how, find_family)

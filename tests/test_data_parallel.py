@@ -134,6 +134,26 @@ def test_a_script_that_cannot_be_imported_gets_a_hint(tmp_path: Path) -> None:
     assert "DataError: a tokenizing process ended before it had done anything (a script must prepare under" in done.stderr
 
 
+def ends_with_its_parent(
+    parent: subprocess.Popen[bytes], how: signal.Signals, find_family: Callable[[], list[psutil.Process]]
+) -> None:
+    """End a parent, which gives 77 for Ctrl-C, once it has two workers; no process of its family may be left behind."""
+    try:
+        family = find_family()
+        assert sum(is_worker(process) for process in family) == 2
+        if how == signal.SIGINT:
+            os.killpg(parent.pid, how)  # as the terminal does it
+        else:
+            parent.kill()
+        _, errors = parent.communicate(timeout=20)
+    finally:
+        if parent.poll() is None:
+            parent.kill()
+            parent.communicate()
+    assert parent.returncode == (77 if how == signal.SIGINT else -how) and b"Traceback" not in errors
+    wait_until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family), 10.0)
+
+
 CHILD = """
 import pathlib, sys
 from dflash_core.config import DataConfig
@@ -154,22 +174,13 @@ def test_no_process_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal
     file = write(tmp_path / "x.jsonl", rows)
     byte_tokenizer().save_pretrained(tmp_path / "target")
     parent = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stderr=subprocess.PIPE, start_new_session=True)
-    try:
+
+    def find_family() -> list[psutil.Process]:
         tokens = tmp_path / ".ds.building"
         wait_until(lambda: tokens.exists() and len(parts(tokens)) >= 3)
-        family = psutil.Process(parent.pid).children(recursive=True)
-        assert sum(is_worker(process) for process in family) == 2
-        if how == signal.SIGINT:
-            os.killpg(parent.pid, how)  # as the terminal does it
-        else:
-            parent.kill()
-        _, errors = parent.communicate(timeout=20)
-    finally:
-        if parent.poll() is None:
-            parent.kill()
-            parent.communicate()
-    assert parent.returncode == (77 if how == signal.SIGINT else -how) and b"Traceback" not in errors
-    wait_until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family), 10.0)
+        return psutil.Process(parent.pid).children(recursive=True)
+
+    ends_with_its_parent(parent, how, find_family)
     left = parts(tmp_path / ".ds.building")
     assert 3 <= len(left) < 100
     assert prepare(tmp_path, [file], shard_sequences=3)["num_sequences"] == 300

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 from dflash_core.analysis.findings.cleared import Cleared, _held_against_others, _rises, cleared
+from dflash_core.analysis.findings.loss_parts import fit_loss, without_mix
+from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.runs import Run, load_run
 from tests import planted_curves as plants
 from tests.fake_runs import FakeRun, write_run
+
+
+def judged(run: Run) -> list[Cleared]:
+    return cleared(run, without_mix(numbers(run.steps, "loss"), fit_loss(run)))
 
 
 def made(folder: Path, *planted: plants.Plant, num_steps: int = 300, order: str = "diverse") -> Run:
@@ -19,7 +25,7 @@ def made(folder: Path, *planted: plants.Plant, num_steps: int = 300, order: str 
 
 
 def of(run: Run) -> dict[str, Cleared]:
-    return {one.key: one for one in cleared(run)}
+    return {one.key: one for one in judged(run)}
 
 
 @pytest.mark.parametrize("order", ["diverse", "shuffle"])
@@ -39,7 +45,7 @@ def test_checkpoints_that_set_the_loss_back_are_not(tmp_path: Path) -> None:
 
 def test_nothing_is_said_of_few_events_or_short_runs(tmp_path: Path) -> None:
     assert set(of(made(tmp_path / "run"))) == {"checkpoints"}
-    assert cleared(made(tmp_path / "short", num_steps=20)) == []
+    assert judged(made(tmp_path / "short", num_steps=20)) == []
 
 
 def test_the_interval_covers_what_is_true() -> None:

@@ -23,7 +23,14 @@ from dflash_core.analysis.findings.curves import CURVE_DETECTORS
 from dflash_core.analysis.findings.divergence import explosions
 from dflash_core.analysis.findings.finding import Context
 from dflash_core.analysis.findings.jumps import recurrent_jumps, upward_jumps
-from dflash_core.analysis.findings.loss_parts import adjusted_loss, bucket_shares, fit_composition, loss_parts
+from dflash_core.analysis.findings.loss_parts import (
+    LossParts,
+    bucket_shares,
+    fit_composition,
+    fit_loss,
+    parts_of,
+    without_mix,
+)
 from dflash_core.analysis.findings.positions import dead_slots
 from dflash_core.analysis.findings.reset_causes import lr_changes
 from dflash_core.analysis.findings.spikes import Runs, best_overlap, first_of_bursts, norm_by_position, positions
@@ -37,6 +44,15 @@ from tests.fake_runs import FakeRun, write_run
 def made(folder: Path, *planted: plants.Plant, **fake: object) -> Run:
     values = {"num_steps": 200, "batches_per_step": 2, "order": "shuffle", "stats": False, **fake}
     return load_run(write_run(folder, FakeRun(plants=(plants.calm(0, 0.3), *planted), **values)))
+
+
+def loss_parts(run: Run, rng: np.random.Generator) -> LossParts | None:
+    fit = fit_loss(run)
+    return None if fit is None else parts_of(fit, rng)
+
+
+def adjusted_loss(run: Run) -> np.ndarray:
+    return without_mix(numbers(run.steps, "loss"), fit_loss(run))
 
 
 def test_the_three_parts_add_up_and_the_adjusted_loss_is_what_was_there_before(tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def estimates(run: Run, row: Mapping[str, Any], norm_row: Mapping[str, Any], rng
     found: dict[str, Estimate] = {}
     loss, norm = numbers(run.steps, "loss"), numbers(run.steps, "grad_norm")
     final = last_part(loss)
-    found["final_loss"] = _mean(final, detrended(loss[np.isfinite(loss)])[-len(final) :], "nats", rng)
+    found["final_loss"] = mean_estimate(final, detrended(loss[np.isfinite(loss)])[-len(final) :], "nats", rng)
     found["loss_sd_detrended"] = _sd(settled(loss), "nats", rng)
-    found["grad_norm_mean"] = _mean(settled(norm), detrended(settled(norm)), "1", rng)
+    found["grad_norm_mean"] = mean_estimate(settled(norm), detrended(settled(norm)), "1", rng)
     found["grad_norm_sd_detrended"] = _sd(settled(norm), "1", rng)
     per_thousand = 1000 * norm_row["num_spikes"] / norm_row["num_steps"]
     found["grad_norm_spikes"] = Estimate(per_thousand, "spikes per 1000 steps")
@@ -76,7 +76,8 @@ def estimates(run: Run, row: Mapping[str, Any], norm_row: Mapping[str, Any], rng
     return found
 
 
-def _mean(values: FloatArray, noise: FloatArray, unit: str, rng: Generator) -> Estimate:
+def mean_estimate(values: FloatArray, noise: FloatArray, unit: str, rng: Generator) -> Estimate:
+    """The mean of finite values, with what it becomes when `noise`, their deviations from their trend, is drawn again."""
     if not len(values):
         return Estimate(float("nan"), unit)
     resampled = block_bootstrap(noise, rng)

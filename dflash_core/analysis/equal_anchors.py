@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.random import Generator
 
-from dflash_core.analysis.compare import Estimate
+from dflash_core.analysis.compare import Estimate, mean_estimate
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.reader import numbers
-from dflash_core.analysis.series import MIN_STEPS_FOR_INTERVAL, FloatArray, block_bootstrap, block_length
+from dflash_core.analysis.series import MIN_STEPS_FOR_INTERVAL, FloatArray, block_length
 
 NUM_POINTS = 20
 # A value at a point is the mean over this share of the last common point's anchors, before it.
@@ -121,7 +121,5 @@ def _estimates(run: RunAnalysis, point: int, width: float, rng: Generator) -> di
         if not known.any():
             found[metric] = Estimate(_mean(values), unit)
             continue
-        mean, noise = float(values[known].mean()), noise[known]
-        drawn = block_bootstrap(noise, rng)
-        found[metric] = Estimate(mean, unit, None if drawn is None else drawn.mean - noise.mean() + mean, float(noise.std()))
+        found[metric] = mean_estimate(values[known], noise[known], unit, rng)
     return found

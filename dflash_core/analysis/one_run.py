@@ -14,7 +14,7 @@ from numpy.random import Generator
 
 from dflash_core.analysis.checkpoints import checkpoint_tables
 from dflash_core.analysis.compare import Estimate, estimates
-from dflash_core.analysis.findings.cleared import Cleared, cleared_in
+from dflash_core.analysis.findings.cleared import Cleared, cleared
 from dflash_core.analysis.findings.detect import find_all, finding_rows
 from dflash_core.analysis.findings.finding import Context, Finding
 from dflash_core.analysis.findings.loss_parts import fit_loss, loss_part_rows, without_mix
@@ -115,7 +115,7 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
         tables={**tables, "curves": curves(run, adjusted)},
         estimates=estimates(run, row, norms[0], series_rng),
         findings=tuple(found),
-        cleared=tuple(cleared_in(run, adjusted)),
+        cleared=tuple(cleared(run, adjusted)),
         evals=run.evals,
         depths=_depths(run),
         history=history_of(run),

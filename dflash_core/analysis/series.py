@@ -39,10 +39,16 @@ def detrended(values: FloatArray) -> FloatArray:
     half = width // 2
     if len(values) < half + END_STEPS:
         return values - running_median(values, width)
+    return values - running_median(reflected(values, half), width)[half : half + len(values)]
+
+
+def reflected(values: FloatArray, half: int) -> FloatArray:
+    """The series with `half` values more at each end, by point reflection at the median of its `END_STEPS` there; it must have
+    at least `half + END_STEPS`."""
     first, last = np.median(values[:END_STEPS]), np.median(values[-END_STEPS:])
     left = 2 * first - values[END_STEPS : END_STEPS + half][::-1]
     right = 2 * last - values[len(values) - END_STEPS - half : len(values) - END_STEPS][::-1]
-    return values - running_median(np.concatenate((left, values, right)), width)[len(left) : len(left) + len(values)]
+    return np.concatenate((left, values, right))
 
 
 def spikes(values: FloatArray, num_mads: float) -> tuple[BoolArray, float]:

@@ -82,6 +82,7 @@ def _suspects(runs: Sequence[RunAnalysis]) -> list[tuple[str, list[str]]]:
 
 
 def told_finding(run: RunAnalysis, finding: Finding) -> ToldFinding:
+    """A finding's figure with unit, interval and threshold in words, and the query for its rows."""
     between = (
         "" if finding.low is None or finding.high is None else f" (95 % interval {number(finding.low)} to {number(finding.high)})"
     )

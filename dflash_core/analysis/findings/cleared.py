@@ -13,7 +13,6 @@ from math import sqrt
 import numpy as np
 
 from dflash_core.analysis.findings.curve_tools import IntArray, curves_of
-from dflash_core.analysis.findings.loss_parts import adjusted_loss
 from dflash_core.analysis.findings.reset_causes import BEHIND_EVENT, NAMES, point_events
 from dflash_core.analysis.run_tables import SETTLED_AFTER_FRACTION
 from dflash_core.analysis.runs import Run
@@ -56,13 +55,12 @@ class Cleared:
         )
 
 
-def cleared(run: Run) -> list[Cleared]:
-    """Each kind of event of which a run has at least three; nothing for a run too short to say."""
-    return cleared_in(run, adjusted_loss(run))
+def cleared(run: Run, loss: FloatArray) -> list[Cleared]:
+    """Each kind of event of which a run has at least three; nothing for a run too short to say.
 
-
-def cleared_in(run: Run, loss: FloatArray) -> list[Cleared]:
-    """See `cleared`, which this is for an `adjusted_loss` that is there already."""
+    Args:
+        loss: of each of `run.steps`, the effect of the bucket mix taken out (`loss_parts.without_mix`).
+    """
     curves = curves_of(run)
     rises = _rises(loss)
     first = round(SETTLED_AFTER_FRACTION * len(loss))

@@ -15,7 +15,7 @@ from numpy.random import Generator
 
 from dflash_core.analysis.reader import matrix, numbers
 from dflash_core.analysis.runs import Run
-from dflash_core.analysis.series import END_STEPS, MIN_STEPS_FOR_INTERVAL, BoolArray, FloatArray, block_length
+from dflash_core.analysis.series import END_STEPS, MIN_STEPS_FOR_INTERVAL, BoolArray, FloatArray, block_length, reflected
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -83,16 +83,9 @@ def trend(values: FloatArray, width: int) -> FloatArray:
     places = np.arange(0, len(values), every)
     if places[-1] != len(values) - 1:
         places = np.append(places, len(values) - 1)
-    windows = np.lib.stride_tricks.sliding_window_view(_reflected(values, half), width)[places]
+    windows = np.lib.stride_tricks.sliding_window_view(reflected(values, half), width)[places]
     medians = np.partition(windows, half, axis=1)[:, half]
     return medians if every == 1 else np.interp(np.arange(len(values)), places, medians)
-
-
-def _reflected(values: FloatArray, half: int) -> FloatArray:
-    first, last = np.median(values[:END_STEPS]), np.median(values[-END_STEPS:])
-    left = 2 * first - values[END_STEPS : END_STEPS + half][::-1]
-    right = 2 * last - values[len(values) - END_STEPS - half : len(values) - END_STEPS][::-1]
-    return np.concatenate((left, values, right))
 
 
 def moving_mean(series: FloatArray, width: int) -> FloatArray:

@@ -230,14 +230,8 @@ def _inverse(x: FloatArray) -> tuple[FloatArray, int]:
     return np.asarray((vectors[:, keep] / values[keep]) @ vectors[:, keep].T), int(keep.sum())
 
 
-def loss_parts(run: Run, rng: Generator) -> LossParts | None:
-    """Split the variance of the loss; None for a run too short to say, or whose steps all have the same mix."""
-    fit = fit_loss(run)
-    return None if fit is None else parts_of(fit, rng)
-
-
 def fit_loss(run: Run) -> Fit | None:
-    """`fit_composition` of the run's loss."""
+    """`fit_composition` of the run's loss; None for a run too short to say, or whose steps all have the same mix."""
     return fit_composition(run, curves_of(run).loss)
 
 
@@ -292,17 +286,13 @@ def _against_permuted(fit: Fit, rng: Generator) -> tuple[float, float]:
     )
 
 
-def adjusted_loss(run: Run) -> FloatArray:
-    """The loss of each step with the effect of its bucket mix taken out, in nats, aligned with `run.steps`.
+def without_mix(values: FloatArray, fit: Fit | None) -> FloatArray:
+    """The values of each step, such as its loss, with the effect of its bucket mix, as `fit` has it, taken out.
 
-    It is what a step of the run's mean mix would have lost. Where the mix explains nothing it is the loss itself; NaN stays NaN.
+    It is what a step of the run's mean mix would have had. Where the mix explains nothing, or without a fit, it is the value
+    itself; NaN stays NaN.
     """
-    return without_mix(curves_of(run).loss, fit_loss(run))
-
-
-def without_mix(loss: FloatArray, fit: Fit | None) -> FloatArray:
-    """See `adjusted_loss`, which this is for a fit that is there already."""
-    return loss - composition_effect(fit, len(loss))
+    return values - composition_effect(fit, len(values))
 
 
 def composition_effect(fit: Fit | None, num_steps: int) -> FloatArray:

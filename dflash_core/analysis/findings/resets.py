@@ -15,7 +15,7 @@ import numpy as np
 from dflash_core.analysis.findings.curve_tools import Curves, IntArray, curves_of, listed, steps_condition
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.findings.jumps import Jump, merged, recurrent_jumps, upward_jumps
-from dflash_core.analysis.findings.loss_parts import bucket_shares, composition_effect, fit_composition
+from dflash_core.analysis.findings.loss_parts import bucket_shares, fit_composition, without_mix
 from dflash_core.analysis.findings.reset_causes import MAX_TAIL, NAMES, Candidate, candidates, named_causes, point_events
 from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import FloatArray
@@ -150,8 +150,7 @@ def _without_mix(run: Run, curves: Curves, is_asked: bool) -> tuple[tuple[FloatA
     of_acceptance = fit_composition(run, curves.acceptance, shares)
     if max(mix, 0.0 if of_acceptance is None else of_acceptance.explained) < MIN_MIX:
         return None, mix
-    loss = curves.loss - composition_effect(of_loss, len(curves))
-    return (loss, curves.acceptance - composition_effect(of_acceptance, len(curves))), mix
+    return (without_mix(curves.loss, of_loss), without_mix(curves.acceptance, of_acceptance)), mix
 
 
 def _finding(

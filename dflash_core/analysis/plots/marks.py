@@ -56,6 +56,7 @@ def moments(runs: Sequence[RunAnalysis], histories: Mapping[str, History]) -> li
 
 
 def draw_moments(figure: go.Figure, marks: Sequence[Mark]) -> None:
+    """Vertical lines at the marks' steps, over the whole height; the legend turns each kind off."""
     for mark in marks:
         steps = sorted(mark.steps)
         x = np.repeat(np.array(steps, dtype=np.float32), 3)

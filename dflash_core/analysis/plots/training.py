@@ -70,6 +70,7 @@ def loss_plot(runs: Sequence[RunAnalysis], histories: Histories, config: Analyze
 
 
 def grad_norm_plot(runs: Sequence[RunAnalysis], histories: Histories, config: AnalyzeConfig) -> Plot:
+    """The norm before clipping by step, with its spikes, the limit where all runs share one, and the runs' moments."""
     width, figure, style = config.smoothing_steps, go.Figure(), styles(runs)
     _draw_series(figure, runs, style, "grad_norm", width)
     found = _draw_spikes(figure, runs, style, config.spike_mad)
