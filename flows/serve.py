@@ -36,7 +36,7 @@ from flows.launch import last_error_line, launch, try_lock
 if TYPE_CHECKING:
     from prefect.deployments.runner import RunnerDeployment
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("flows.serve")  # this is `__main__`
 POLL_S = 2.0  # between two looks of the runner for runs that are due
 GRACE_S = 60.0  # Prefect ends its flow runs one after the other, each in 3 to 30 s
 LARGEST_LOG = 64 * 1024**2

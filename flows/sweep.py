@@ -18,7 +18,7 @@ from typing import Any
 from prefect import flow
 from pydantic import Field
 
-from flows import grid
+from flows import grid as grids
 from flows.experiment import chain
 from flows.reconcile import record_process, show_as_cancelled
 from flows.tasks import Request, run_name
@@ -28,11 +28,11 @@ class SweepRequest(Request):
     """What a sweep is asked: an experiment file, keys to change in all runs, and the grid."""
 
     grid: tuple[str, ...] = Field((), description="The grid, a key in each line, as a.b=value,value")
-    most: int = Field(grid.MOST_RUNS, ge=1, description="Refuse a grid with more runs")
+    most: int = Field(grids.MOST_RUNS, ge=1, description="Refuse a grid with more runs")
 
 
 @flow(name="dflash-sweep", flow_run_name=run_name, on_running=[record_process], on_failure=[show_as_cancelled])
 def sweep(config: SweepRequest) -> dict[str, Any]:
     """Train an experiment at every point of a grid, and compare all of them."""
-    expanded = grid.expand(config.experiment, config.overrides, config.run, config.grid, config.most)
+    expanded = grids.expand(config.experiment, config.overrides, config.run, config.grid, config.most)
     return chain(Request(experiment=config.experiment, overrides=expanded))
