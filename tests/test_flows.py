@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flows import server
+from flows import deployments, server
 from flows.launch import HEADER
 
 PATIENCE_S = 100.0
@@ -168,6 +168,7 @@ def test_a_signal_stops_the_training_in_good_order_and_the_same_command_goes_on(
     outcome = Workplace.end(process)
     assert outcome.code == 4, outcome.err
     assert not [noise for noise in NOISE if noise in outcome.err], outcome.err
+    assert states(place)[0] == "CANCELLED"
     assert last_line(outcome.err) == (
         f"error: training was stopped by a signal and its state saved in {run_dir}; run the same command again to go on"
     )
@@ -273,7 +274,7 @@ from prefect.flows import load_flow_from_entrypoint
 for deployment in yaml.safe_load(open("prefect.yaml"))["deployments"]:
     flow = load_flow_from_entrypoint(deployment["entrypoint"])
     flow.validate_parameters(deployment["parameters"])
-    fields = flow.parameters.model_dump()["definitions"]["Request"]
+    [fields] = flow.parameters.model_dump()["definitions"].values()
     assert all("description" in field for field in fields["properties"].values()), fields
     print(flow.name)
 """
@@ -287,7 +288,7 @@ for deployment in yaml.safe_load(open("prefect.yaml"))["deployments"]:
         timeout=PATIENCE_S,
         check=False,
     )
-    assert done.stdout.split() == ["dflash-experiment", "dflash-train"], done.stderr
+    assert done.stdout.split() == [f"dflash-{one.stage}" for one in deployments.ALL], done.stderr
 
 
 def test_what_can_be_known_beforehand_costs_no_server(tmp_path: Path) -> None:
