@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.errors import ConfigError
@@ -31,6 +31,7 @@ def lines(chosen: dict[str, list[Any]]) -> list[str]:
     ]
 
 
+@settings(max_examples=40, deadline=None)
 @given(axes.filter(bool))
 def test_every_point_is_one_run_with_a_name_of_its_own(
     tmp_path_factory: pytest.TempPathFactory, chosen: dict[str, list[Any]]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.errors import UserError
@@ -105,6 +105,7 @@ STEPS = st.lists(
 )
 
 
+@settings(max_examples=40, deadline=None)
 @given(STEPS)
 def test_each_content_is_announced_at_most_once_and_at_last_at_least_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str, int]]
