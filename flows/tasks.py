@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from dflash_core.experiment import ExperimentConfig
 
 log = logging.getLogger(__name__)
-console.set_levels()  # also where no command of ours has been called: in the process of a deployment
+console.set_levels()  # these two also where no command of ours has been called: in the process of a deployment
+console.one_line_errors()
 LONGEST_NAME = 120
 AGAIN = "run the same command again to go on"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -196,6 +197,31 @@ def test_a_killed_flow_leaves_no_training_and_is_marked_as_crashed(place: Workpl
     assert last_line(outcome.err) == "error: corpus.jsonl, row 3: not JSON"
     assert not [noise for noise in NOISE if noise in outcome.err], outcome.err
     assert states(place)[:2] == ["FAILED", "CRASHED"]
+
+
+@pytest.mark.slow
+def test_dead_runs_are_found_in_every_state_of_being_under_way(place: Workplace) -> None:
+    flow = place.ask("flows/", name="dflash-dead")["id"]
+    host = f"host:{socket.gethostname()}"
+    dead, alive = ("process:4194303:1.00", f"process:{os.getpid()}:{psutil.Process().create_time():.2f}")
+    made = {}
+    for state in ("RUNNING", "PAUSED", "CANCELLING", "PENDING"):
+        for whose in (dead, alive):
+            run = place.ask("flow_runs/", flow_id=flow, tags=[host, whose], state={"type": state})["id"]
+            made[run] = "CRASHED" if whose == dead and state != "PENDING" else state
+    code = "from flows import reconcile; print(reconcile.mark_dead_runs())"
+    address = server.find(place.home)
+    assert address is not None
+    environment = {**place.environment, **server.client_environment(place.home / "prefect", address.url)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    assert done.stdout == "3\n", done.stderr
+    assert {
+        run["id"]: run["state"]["type"] for run in place.ask("flow_runs/filter", flow_runs={"id": {"any_": list(made)}})
+    } == made
+    for run in made:  # nothing of it is under way for later tests
+        place.ask(f"flow_runs/{run}/set_state", state={"type": "CANCELLED"}, force=True)
 
 
 @pytest.mark.parametrize(

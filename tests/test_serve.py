@@ -23,6 +23,7 @@ from tests.conftest import REPOSITORY, write_micro_experiment
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PATIENCE_S = 120.0
 STEPS = 250
+ENDLESS = "train.max_steps=100000"  # for trainings that are to be stopped, however slow the machine
 
 
 class Served:
@@ -200,9 +201,9 @@ def test_a_chain_is_cancelled_and_the_next_run_goes_on_to_the_report(place: Serv
 
 
 def test_trainings_on_one_node_queue(place: Served) -> None:
-    first, _ = place.train_some("train", *override("train.seed=11"))
-    same = place.run("train", *override("train.seed=12"))
-    other = place.run("experiment", *override("train.seed=13"))
+    first, _ = place.train_some("train", *override("train.seed=11", ENDLESS))
+    same = place.run("train", *override("train.seed=12", ENDLESS))
+    other = place.run("experiment", *override("train.seed=13", ENDLESS))
     wait_for(lambda: "trains on this node" in json.dumps(place.ask("logs/filter", logs={"flow_run_id": {"any_": [other]}})))
     [found] = place.ask("flow_runs/filter", flow_runs={"id": {"any_": [same]}})
     assert found["state"]["name"] in ("AwaitingConcurrencySlot", "Scheduled", "Late"), "the deployment runs one at a time"
@@ -236,7 +237,7 @@ def test_a_schedule_and_an_event_each_start_a_run(place: Served) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_serving_ends_with_all_that_it_has_started(place: Served, number: signal.Signals) -> None:
-    run, run_dir = place.train_some("train", *override(f"train.seed={20 + number}"))
+    run, run_dir = place.train_some("train", *override(f"train.seed={20 + number}", ENDLESS))
     assert place.serving is not None
     place.serving.send_signal(number)
     code = place.serving.wait(PATIENCE_S)
