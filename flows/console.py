@@ -35,7 +35,7 @@ def show_our_lines() -> None:
 
 
 def one_line_errors() -> None:
-    """Take the traceback off errors that are ours, also on the page of a deployment's run. Call after Prefect has been imported."""
+    """Take the traceback off errors that are ours, also on the page of a deployment's run. Call after Prefect's import."""
     one_line = _OneLineErrors()
     for name in PREFECT:
         logger = logging.getLogger(name)
