@@ -72,8 +72,8 @@ def expand(
     config = load_experiment(experiment, overrides)
     bases = [(one.name, dict(one.set)) for one in config.runs if run in (None, one.name)]
     if not bases and run is not None:
-        names = ", ".join(one.name for one in config.runs) or "it has none"
-        raise ConfigError(f"{experiment}: no run {run!r}; there are: {names}")
+        known = ", ".join(one.name for one in config.runs) or "it has none"
+        raise ConfigError(f"{experiment}: no run {run!r}; there are: {known}")
     bases = bases or [("", {})]
     points = list(itertools.product(*axes.values()))
     if len(bases) * len(points) > most:
@@ -103,7 +103,7 @@ def _name(base: str, changed: dict[str, Any]) -> str:
     short = [key.rpartition(".")[2] for key in changed]
     labels = short if len(set(short)) == len(short) else list(changed)
     words = [f"{label}-{_plain(value)}" for label, value in zip(labels, changed.values(), strict=True)]
-    name = "_".join([base, *words] if base else words)
+    name = "_".join(filter(None, [base, *words]))
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest_json(list(changed.items()))[:8]}"
 
 

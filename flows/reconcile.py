@@ -51,19 +51,19 @@ def mark_dead_runs() -> int:
     return count
 
 
-def record_process(_flow: Flow[Any, Any], run: FlowRun, _state: State[Any]) -> None:
+def record_process(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Hook of every flow that begins to run: give it the tags of its process, which a deployment's run does not have yet."""
-    if not set(own_tags()) <= set(run.tags):
-        others = [tag for tag in run.tags if not tag.startswith(PROCESS)]  # of an earlier attempt
+    if not set(own_tags()) <= set(flow_run.tags):
+        others = [tag for tag in flow_run.tags if not tag.startswith(PROCESS)]  # of an earlier attempt
         with get_client(sync_client=True) as client:
-            client.update_flow_run(run.id, tags=sorted({*others, *own_tags()}))
+            client.update_flow_run(flow_run.id, tags=sorted({*others, *own_tags()}))
 
 
-def show_as_cancelled(_flow: Flow[Any, Any], run: FlowRun, state: State[Any]) -> None:
+def show_as_cancelled(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Hook of every flow that fails: one that a signal stopped in good order was cancelled."""
     if f"{StoppedBySignal.__name__}: " in (state.message or ""):
         with get_client(sync_client=True) as client:
-            client.set_flow_run_state(run.id, Cancelled(message=state.message), force=True)
+            client.set_flow_run_state(flow_run.id, Cancelled(message=state.message), force=True)
 
 
 def _host() -> str:

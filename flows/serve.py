@@ -60,17 +60,19 @@ def _deployment(one: Deployed, experiment: str, label: str | None, schedule: str
     import importlib
 
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
-    from prefect.deployments.runner import EntrypointType
+    from prefect.deployments.runner import RunnerDeployment
     from prefect.events import DeploymentEventTrigger
     from prefect.flows import Flow
     from prefect.schedules import Cron
+    from prefect.types.entrypoint import EntrypointType
 
     flow: Flow[Any, Any] = getattr(importlib.import_module(one.module), one.stage)
     # Among several experiments each answers for itself: a named one would be retrained once by each of them.
     wanted = experiment_of_event(experiment) if label is None else experiment
     event = DeploymentEventTrigger(expect={ARRIVED}, parameters={"config": {"experiment": wanted}})
     weekly = Cron(schedule or WEEKLY, timezone=timezone, active=schedule is not None, slug=SLUG)
-    return flow.to_deployment(
+    return RunnerDeployment.from_flow(
+        flow,
         name=one.stage if label is None else f"{one.stage}-{label}",
         description=one.description,
         tags=one.all_tags,
@@ -149,12 +151,16 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> None:
             [sys.executable, "-m", "flows.serve", *argv],
             log_file=log_file,
             env=environment,
-            on_line=lambda line: sys.stderr.write(line + "\n"),
+            on_line=_say,
             grace_s=GRACE_S,
         )
         if code != 0:
             reason = last_error_line(log_file)
             raise TrainingError(f"serving ended with exit code {code}{': ' + reason if reason else ''}; see {log_file}")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from flows.command import main
+from flows.command import MOST_RUNS, main
 
 if __name__ == "__main__":  # above the import of Prefect: see flows/command.py
     sys.exit(main("sweep"))
@@ -28,7 +28,7 @@ class SweepRequest(Request):
     """What a sweep is asked: an experiment file, keys to change in all runs, and the grid."""
 
     grid: tuple[str, ...] = Field((), description="The grid, a key in each line, as a.b=value,value")
-    most: int = Field(grids.MOST_RUNS, ge=1, description="Refuse a grid with more runs")
+    most: int = Field(MOST_RUNS, ge=1, description="Refuse a grid with more runs")
 
 
 @flow(name="dflash-sweep", flow_run_name=run_name, on_running=[record_process], on_failure=[show_as_cancelled])
