@@ -24,6 +24,7 @@ from flows import console, server
 
 log = logging.getLogger(__name__)
 EXIT_DEFECT = 1
+MOST_RUNS = 32  # of a sweep
 WIDEST = 6  # columns
 HELP = {
     "experiment": "Run an experiment: prepare, plan, train and evaluate each run, analyze.",
@@ -32,6 +33,7 @@ HELP = {
     "train": "Train the runs of an experiment, or one of them.",
     "evaluate": "Evaluate the trained runs of an experiment, or one of them.",
     "analyze": "Compare the runs of an experiment and write the report.",
+    "sweep": "Run an experiment with a grid of changes, and compare all runs.",
     "retrain": "Train a drafter on new data from the current one, and promote it if it is better.",
 }
 
@@ -46,7 +48,7 @@ def main(stage: str, argv: Sequence[str] | None = None) -> int:
     A signal that did not end in a saved training gives 128 + its number; a defect gives 1 and a traceback.
     """
     arguments = _parser(stage).parse_args(argv)
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    raise_on_sigterm()
     console.show_our_lines()
     if not arguments.debug:
         warnings.simplefilter("ignore", FutureWarning)  # of libraries, about later versions of themselves; pytest shows them
@@ -69,9 +71,19 @@ def _parser(stage: str) -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=VALUE", dest="overrides", help="change a key")
     parser.add_argument("--keep-server", action="store_true", help="leave the background Prefect server running")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    if stage in ("train", "evaluate", "retrain"):
+    if stage in ("train", "evaluate", "retrain", "sweep"):
         parser.add_argument("--run", metavar="NAME", help="only this run of the experiment")
+    if stage == "sweep":
+        parser.add_argument(
+            "--grid", action="append", required=True, metavar="a.b=VALUE,VALUE", help="change a key; may be repeated"
+        )
+        parser.add_argument("--most", type=int, default=MOST_RUNS, help="refuse a grid with more runs; default: %(default)s")
     return parser
+
+
+def raise_on_sigterm() -> None:
+    """Let SIGTERM raise `Terminated` in the main thread, as SIGINT raises KeyboardInterrupt."""
+    signal.signal(signal.SIGTERM, _raise_terminated)
 
 
 def _raise_terminated(_number: int, _frame: object) -> None:
@@ -89,7 +101,10 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
     from dflash_core.experiment import workspace
 
     run = getattr(arguments, "run", None)
-    _check(stage, arguments.experiment, arguments.overrides, run)
+    if stage == "sweep":
+        _check_sweep(arguments)
+    else:
+        _check(stage, arguments.experiment, arguments.overrides, run)
     with server.session(workspace(), keep=arguments.keep_server) as url:
         module = importlib.import_module(f"flows.{stage}")  # the first import of Prefect
         from prefect import tags
@@ -104,7 +119,11 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
             url.removesuffix("/api"),
             " (until the end of this run; --keep-server keeps it)" if short_lived else "",
         )
-        request = tasks.Request(experiment=arguments.experiment, overrides=tuple(arguments.overrides), run=run)
+        asked = {"experiment": arguments.experiment, "overrides": tuple(arguments.overrides), "run": run}
+        if stage == "sweep":
+            request = module.SweepRequest(**asked, grid=tuple(arguments.grid), most=arguments.most)
+        else:
+            request = tasks.Request(**asked)
         reconcile.mark_dead_runs()
         try:
             with tags(*reconcile.own_tags()):
@@ -112,6 +131,13 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
         finally:
             _flush_prefect()
     _show(result)
+
+
+def _check_sweep(arguments: argparse.Namespace) -> None:
+    from flows.grid import expand
+
+    expanded = expand(arguments.experiment, arguments.overrides, arguments.run, arguments.grid, arguments.most)
+    _check("sweep", arguments.experiment, expanded, None)
 
 
 def _check(stage: str, path: str, overrides: Sequence[str], run: str | None) -> None:

@@ -34,13 +34,18 @@ def show_our_lines() -> None:
             logger.addHandler(_Console())
 
 
-def tame_prefect() -> None:
-    """Call after Prefect has been imported, which sets its handlers up."""
+def one_line_errors() -> None:
+    """Take the traceback off errors that are ours, also on the page of a deployment's run. Call after Prefect's import."""
     one_line = _OneLineErrors()
     for name in PREFECT:
         logger = logging.getLogger(name)
         if not any(isinstance(one, _OneLineErrors) for one in logger.filters):
             logger.addFilter(one_line)
+
+
+def tame_prefect() -> None:
+    """Call after Prefect has been imported, which sets its handlers up."""
+    one_line_errors()
     for handler in logging.getLogger().handlers:
         if not any(isinstance(one, _SaidElsewhere) for one in handler.filters):
             handler.addFilter(_SaidElsewhere())

@@ -18,12 +18,18 @@ from typing import Any
 from prefect import flow
 
 from flows import tasks
-from flows.tasks import Request
+from flows.reconcile import record_process, show_as_cancelled
+from flows.tasks import Request, run_name
 
 
-@flow(name="dflash-experiment")
+@flow(name="dflash-experiment", flow_run_name=run_name, on_running=[record_process], on_failure=[show_as_cancelled])
 def experiment(config: Request) -> dict[str, Any]:
     """Run an experiment file from its data to its report."""
+    return chain(config)
+
+
+def chain(config: Request) -> dict[str, Any]:
+    """The stages one after the other, within the flow that calls this."""
     whole = config.load()
     variants = config.variants()
     tasks.prepare(whole)

@@ -1,24 +1,32 @@
-"""Flow runs whose process was killed stay RUNNING for Prefect; this marks them as crashed.
+"""What Prefect shows of flow runs that did not end by themselves.
 
-Each flow that a command of ours starts carries tags with its host and its process (id and creation time, because ids are
-used again). At the next start on that host the runs without a living process are found by them.
+Flow runs whose process was killed stay RUNNING (or PAUSED, or CANCELLING) for Prefect; this marks them as crashed. Each flow
+run carries tags with its host and its process (id and creation time, because ids are used again): one that a command of ours
+starts from the beginning, one of a deployment as soon as it runs. At the next start on that host the runs without a living
+process are found by them.
+
+A training that a signal stopped with its state saved raises an error, which Prefect would show as a failure; nothing failed.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+from typing import Any
 
 import psutil
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType, FlowRunFilterTags
-from prefect.client.schemas.objects import StateType
-from prefect.states import Crashed
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.flows import Flow
+from prefect.states import Cancelled, Crashed
 
+from dflash_core.errors import StoppedBySignal
 from flows import child
 
 log = logging.getLogger(__name__)
 PROCESS = "process:"
+UNDER_WAY = (StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING)
 
 
 def own_tags() -> list[str]:
@@ -30,7 +38,7 @@ def own_tags() -> list[str]:
 def mark_dead_runs() -> int:
     """Set runs of this host to CRASHED if their process is gone; returns how many there were."""
     wanted = FlowRunFilter(
-        tags=FlowRunFilterTags(all_=[_host()]), state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
+        tags=FlowRunFilterTags(all_=[_host()]), state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(UNDER_WAY)))
     )
     count = 0
     with get_client(sync_client=True) as client:
@@ -41,6 +49,21 @@ def mark_dead_runs() -> int:
     if count:
         log.info("%d earlier flow runs were killed; marked as crashed", count)
     return count
+
+
+def record_process(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Hook of every flow that begins to run: give it the tags of its process, which a deployment's run does not have yet."""
+    if not set(own_tags()) <= set(flow_run.tags):
+        others = [tag for tag in flow_run.tags if not tag.startswith(PROCESS)]  # of an earlier attempt
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(flow_run.id, tags=sorted({*others, *own_tags()}))
+
+
+def show_as_cancelled(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Hook of every flow that fails: one that a signal stopped in good order was cancelled."""
+    if f"{StoppedBySignal.__name__}: " in (state.message or ""):
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run.id, Cancelled(message=state.message), force=True)
 
 
 def _host() -> str:

@@ -17,7 +17,7 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import TerminationSignal
-from prefect.runtime import deployment
+from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_UI_URL
 from pydantic import Field
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from dflash_core.experiment import ExperimentConfig
 
 log = logging.getLogger(__name__)
-console.set_levels()  # also where no command of ours has been called: in the process of a deployment
+console.set_levels()  # these two also where no command of ours has been called: in the process of a deployment
+console.one_line_errors()
+LONGEST_NAME = 120
 AGAIN = "run the same command again to go on"
 
 
@@ -55,6 +57,17 @@ class Request(Config):
             names = ", ".join(name for name, _ in variants)
             raise UserError(f"{self.experiment}: no run {self.run!r}; there are: {names}")
         return chosen
+
+
+def run_name() -> str:
+    """How a flow run is called: by flow, experiment, run and changed keys, in at most 120 characters."""
+    stage = str(flow_run.flow_name).removeprefix("dflash-")
+    config = flow_run.parameters["config"]
+    asked = config if isinstance(config, dict) else config.model_dump()
+    lists = [word for key in ("overrides", "grid") for word in asked.get(key) or ()]
+    words = [stage, Path(asked["experiment"]).stem, *([asked["run"]] if asked.get("run") else []), *lists]
+    name = " ".join(words)
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
 
 
 class Progress:

@@ -1,0 +1,38 @@
+"""A sweep: `python -m flows.sweep EXPERIMENT.yaml --grid train.lr=1e-3,2e-3 --grid draft.num_layers=2,4`.
+
+Every point of the grid is a run of the experiment, named by what it changes; all are trained, evaluated and compared in one
+report. A sweep that is run again, with the same grid or a larger one, adopts what is finished and resumes what is not.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from flows.command import MOST_RUNS, main
+
+if __name__ == "__main__":  # above the import of Prefect: see flows/command.py
+    sys.exit(main("sweep"))
+
+from typing import Any
+
+from prefect import flow
+from pydantic import Field
+
+from flows import grid as grids
+from flows.experiment import chain
+from flows.reconcile import record_process, show_as_cancelled
+from flows.tasks import Request, run_name
+
+
+class SweepRequest(Request):
+    """What a sweep is asked: an experiment file, keys to change in all runs, and the grid."""
+
+    grid: tuple[str, ...] = Field((), description="The grid, a key in each line, as a.b=value,value")
+    most: int = Field(MOST_RUNS, ge=1, description="Refuse a grid with more runs")
+
+
+@flow(name="dflash-sweep", flow_run_name=run_name, on_running=[record_process], on_failure=[show_as_cancelled])
+def sweep(config: SweepRequest) -> dict[str, Any]:
+    """Train an experiment at every point of a grid, and compare all of them."""
+    expanded = grids.expand(config.experiment, config.overrides, config.run, config.grid, config.most)
+    return chain(Request(experiment=config.experiment, overrides=expanded))
