@@ -26,6 +26,7 @@ from dflash_core.errors import (
     ConfigError,
     DFlashError,
 )
+from dflash_core.redaction import without_secrets
 
 app = typer.Typer(
     help="Trains DFlash drafters: regenerate, prepare, plan, simulate, train, watch, evaluate, export, analyze, registry.",
@@ -336,5 +337,5 @@ def _fail(error: BaseException, text: str, code: int, debug: bool) -> None:
             signal.signal(number, signal.SIG_IGN)
     if debug:
         raise error
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)  # noqa: T201 - the program's own last line
+    print(f"error: {without_secrets(' '.join(text.split()))}", file=sys.stderr)  # noqa: T201 - the program's own last line
     sys.exit(code)

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_core.errors import DFlashError, UserError
+from dflash_core.redaction import without_secrets
 from flows import console, server
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def _raise_terminated(_number: int, _frame: object) -> None:
 def _fail(text: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.write(f"error: {without_secrets(text)}\n")
     return code
 
 

@@ -34,6 +34,17 @@ console.set_levels()  # also where no command of ours has been called: in the pr
 AGAIN = "run the same command again to go on"
 
 
+def confined() -> bool:
+    """Whether parameters may name only places inside the workspace and what was allowed (docs/scale.md, "Security").
+
+    So it is for the runs of a deployment, whose parameters come from a form; DFLASH_CONFINE=1 or 0 decides otherwise.
+    """
+    setting = os.environ.get("DFLASH_CONFINE", "")
+    if setting not in ("", "0", "1"):
+        raise UserError(f"DFLASH_CONFINE: {setting!r} is neither 0 nor 1")
+    return setting == "1" or (setting == "" and deployment.id is not None)
+
+
 class Request(Config):
     """What every flow is asked: an experiment file, and keys to change in it."""
 
@@ -42,10 +53,17 @@ class Request(Config):
     run: str | None = Field(None, description="One run of the experiment; default: all")
 
     def load(self) -> ExperimentConfig:
-        """Read the experiment; raises ConfigError."""
+        """Read the experiment; raises ConfigError, also for a place outside where a deployment may look."""
         from dflash_core.experiment import load_experiment
+        from dflash_core.experiment_confine import Confinement
 
-        return load_experiment(self.experiment, self.overrides)
+        bounds = Confinement.from_environment() if confined() else None
+        if bounds is not None:
+            bounds.check_path("experiment", self.experiment)
+        config = load_experiment(self.experiment, self.overrides)
+        if bounds is not None:
+            bounds.check(config)
+        return config
 
     def variants(self) -> list[tuple[str, ExperimentConfig]]:
         """The runs asked for, by name; raises ConfigError, or UserError for a name the experiment does not have."""
