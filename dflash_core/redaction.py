@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterator
 
 HIDDEN = "***"
-SECRET_VARIABLE = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH_STRING)(?:_|$)", re.IGNORECASE)
+SECRET_VARIABLE = re.compile(
+    r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH_STRING)(?:_|$)", re.IGNORECASE
+)
 SHORTEST_VALUE = 8  # shorter ones (`1`, `test`) would be found in ordinary words
 URL_PASSWORD = re.compile(r"(?<=://)[^/\s?#@:]*:[^/\s?#@]*@")
 # Providers of models, data and services that this platform talks to mark their keys so that they can be found.

@@ -47,7 +47,9 @@ def test_what_lies_in_the_workspace_is_taken(inside: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [*FILES, *FOLDERS])
-@pytest.mark.parametrize("place", ["/etc/passwd", "{home}/../other.jsonl", "../../etc/passwd", "file:///etc/passwd", "file://~/x"])
+@pytest.mark.parametrize(
+    "place", ["/etc/passwd", "{home}/../other.jsonl", "../../etc/passwd", "file:///etc/passwd", "file://~/x"]
+)
 def test_a_path_that_leads_outside_is_one_line_that_names_the_key(inside: Path, key: str, place: str) -> None:
     place = place.format(home=inside.parent)
     value = f"[{place!r}]" if key.endswith(".files") else repr(place)
