@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import logging
 import signal
 import sys
@@ -26,6 +27,7 @@ from flows import console, server
 log = logging.getLogger(__name__)
 EXIT_DEFECT = 1
 WIDEST = 6  # columns
+MOST_SHARDS = 10_000  # as flows/tasks.Request has it
 HELP = {
     "experiment": "Run an experiment: prepare, plan, train and evaluate each run, analyze.",
     "regenerate": "Have the target answer the prompts of an experiment anew.",
@@ -70,6 +72,11 @@ def _parser(stage: str) -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=VALUE", dest="overrides", help="change a key")
     parser.add_argument("--keep-server", action="store_true", help="leave the background Prefect server running")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    if stage in ("prepare", "train", "experiment"):
+        runner = parser.add_argument_group("tokenizing in shards (docs/scale.md)")
+        runner.add_argument("--task-runner", choices=("thread", "process", "ray", "dask"), help="what runs the shards")
+        runner.add_argument("--task-runner-address", metavar="URL", help="an existing Ray or Dask cluster; default: a local one")
+        runner.add_argument("--shards", type=int, metavar="N", help="number of shards; default: one for each core")
     if stage in ("train", "evaluate", "retrain"):
         parser.add_argument("--run", metavar="NAME", help="only this run of the experiment")
     return parser
@@ -90,6 +97,7 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
     from dflash_core.experiment import workspace
 
     run = getattr(arguments, "run", None)
+    _runner(arguments)
     _check(stage, arguments.experiment, arguments.overrides, run)
     with server.session(workspace(), keep=arguments.keep_server) as url:
         module = importlib.import_module(f"flows.{stage}")  # the first import of Prefect
@@ -105,7 +113,9 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
             url.removesuffix("/api"),
             " (until the end of this run; --keep-server keeps it)" if short_lived else "",
         )
-        request = tasks.Request(experiment=arguments.experiment, overrides=tuple(arguments.overrides), run=run)
+        request = tasks.Request(
+            experiment=arguments.experiment, overrides=tuple(arguments.overrides), run=run, **_runner(arguments)
+        )
         reconcile.mark_dead_runs()
         try:
             with tags(*reconcile.own_tags()):
@@ -113,6 +123,21 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
         finally:
             _flush_prefect()
     _show(result)
+
+
+def _runner(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a request that say how shards are run; raises UserError for what cannot be."""
+    runner = getattr(arguments, "task_runner", None)
+    address, shards = getattr(arguments, "task_runner_address", None), getattr(arguments, "shards", None)
+    if runner is None and (address is not None or shards is not None):
+        raise UserError("--shards and --task-runner-address need --task-runner")
+    if shards is not None and not 0 < shards <= MOST_SHARDS:
+        raise UserError(f"--shards {shards}: expected 1 to {MOST_SHARDS}")
+    if address is not None and runner not in ("ray", "dask"):
+        raise UserError(f"--task-runner-address: {runner} runs on this node and has none")
+    if runner in ("ray", "dask") and importlib.util.find_spec(f"prefect_{runner}") is None:
+        raise UserError(f"--task-runner {runner} needs the extra {runner!r}: pip install -e '.[{runner}]'")
+    return {"task_runner": runner, "task_runner_address": address, "shards": shards}
 
 
 def _check(stage: str, path: str, overrides: Sequence[str], run: str | None) -> None:

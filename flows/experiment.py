@@ -17,7 +17,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows import tasks
+from flows import shards, tasks
 from flows.tasks import Request
 
 
@@ -26,7 +26,7 @@ def experiment(config: Request) -> dict[str, Any]:
     """Run an experiment file from its data to its report."""
     whole = config.load()
     variants = config.variants()
-    tasks.prepare(whole)
+    shards.prepare(config, whole)
     tasks.plan(whole)
     run_dirs = []
     for name, variant in variants:

@@ -13,7 +13,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows import tasks
+from flows import shards, tasks
 from flows.tasks import Request
 
 
@@ -21,6 +21,6 @@ from flows.tasks import Request
 def prepare(config: Request) -> dict[str, Any]:
     """Prepare the dataset of an experiment."""
     whole = config.load()
-    dataset = tasks.prepare(whole)
+    dataset = shards.prepare(config, whole)
     tasks.plan(whole)
     return {"paths": {"dataset": str(dataset["path"])}}

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
@@ -19,7 +19,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment
 from prefect.settings import PREFECT_UI_URL
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dflash_core.config import Config
 from dflash_core.errors import StoppedBySignal, UserError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 console.set_levels()  # also where no command of ours has been called: in the process of a deployment
+TaskRunnerName = Literal["thread", "process", "ray", "dask"]
 AGAIN = "run the same command again to go on"
 
 
@@ -51,6 +52,19 @@ class Request(Config):
     experiment: str = Field(description="Path of the experiment file")
     overrides: tuple[str, ...] = Field((), description="Changes of its keys, each as a.b=value")
     run: str | None = Field(None, description="One run of the experiment; default: all")
+    task_runner: TaskRunnerName | None = Field(
+        None, description="Tokenize in shards: in threads or processes here, or on a Ray or Dask cluster (docs/scale.md)"
+    )
+    task_runner_address: str | None = Field(
+        None, description="Address of the Ray or Dask cluster; default: a local one that ends with the flow"
+    )
+    shards: int | None = Field(None, gt=0, le=10_000, description="Number of shards; default: one for each core")
+
+    @model_validator(mode="after")
+    def _only_shards_need_a_runner(self) -> Request:
+        if self.task_runner is None and (self.shards is not None or self.task_runner_address is not None):
+            raise ValueError("task_runner: is needed for shards and task_runner_address")
+        return self
 
     def load(self) -> ExperimentConfig:
         """Read the experiment; raises ConfigError, also for a place outside where a deployment may look."""

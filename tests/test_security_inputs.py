@@ -62,7 +62,9 @@ def test_the_search_would_find_it(line: str) -> None:
     assert any(re.search(pattern, line) for pattern in FORBIDDEN)
 
 
-PLANTED = "from pathlib import Path\nPath({marker!r}).write_text('ran')\nfrom transformers import Qwen3Config as Own\nOwnLM = Own\n"
+PLANTED = (
+    "from pathlib import Path\nPath({marker!r}).write_text('ran')\nfrom transformers import Qwen3Config as Own\nOwnLM = Own\n"
+)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "my_own_model"])
