@@ -25,6 +25,7 @@ from dflash_core.config import Config
 from dflash_core.errors import StoppedBySignal, UserError
 from flows import console
 from flows.launch import Relay, launch, node_lock, raise_for_exit
+from flows.secret_blocks import key_from_block
 
 if TYPE_CHECKING:
     from dflash_core.experiment import ExperimentConfig
@@ -109,7 +110,8 @@ def regenerate(config: ExperimentConfig) -> dict[str, Any]:
     from dflash_core.experiment_regenerate import regenerate as answer
     from dflash_core.progress import AnswerLogProgress
 
-    answers = answer(config, AnswerLogProgress(every_s=5.0))
+    with key_from_block(config.regenerate.api_key_env):
+        answers = answer(config, AnswerLogProgress(every_s=5.0))
     log.info(
         "answers: %d rows (%d cut by the limit), %d failed, %d cannot be asked%s", answers["num_answered"], answers["num_cut"],
         answers["num_failed"], answers["num_skipped"], " (unchanged, used again)" if answers["reused"] else "",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -11,6 +13,7 @@ from dflash_core import experiment as root
 from dflash_core.errors import ConfigError
 from dflash_core.redaction import secret_in, without_secrets
 from flows import command
+from flows.secret_blocks import key_from_block
 
 PLANTED = {
     "WANDB_API_KEY": "0123456789abcdefplantedwandb0123456789ab",
@@ -119,3 +122,38 @@ def test_a_real_run_records_no_secret(
     assert files_with(home, planted) == []
     shown = capfd.readouterr()
     assert not any(secret in shown.out + shown.err for secret in planted)
+
+
+class Block:
+    """Stands in for a Secret block; `loaded` are the names that were asked for."""
+
+    loaded: ClassVar[list[str]] = []
+
+    @classmethod
+    def load(cls, name: str) -> Block:
+        cls.loaded.append(name)
+        if name != "our-server-key":
+            raise ValueError(f"Unable to find block document named {name}")
+        return cls()
+
+    def get(self) -> str:
+        return "from the block"
+
+
+def test_a_key_comes_from_a_secret_block_where_the_environment_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.blocks import system
+
+    monkeypatch.setattr(system, "Secret", Block)
+    monkeypatch.setattr(Block, "loaded", [])
+    monkeypatch.delenv("OUR_SERVER_KEY", raising=False)
+    with pytest.raises(ZeroDivisionError), key_from_block("OUR_SERVER_KEY"):
+        assert os.environ["OUR_SERVER_KEY"] == "from the block"
+        raise ZeroDivisionError
+    assert "OUR_SERVER_KEY" not in os.environ  # children that are started later do not get it
+    for name in (None, "NOT_THERE"):
+        with key_from_block(name):
+            assert "NOT_THERE" not in os.environ
+    monkeypatch.setenv("OUR_SERVER_KEY", "own")
+    with key_from_block("OUR_SERVER_KEY"):
+        assert os.environ["OUR_SERVER_KEY"] == "own"
+    assert Block.loaded == ["our-server-key", "not-there"]
