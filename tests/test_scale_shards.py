@@ -7,9 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,21 +24,27 @@ from dflash_core.data.shards import share_out
 from dflash_core.errors import ConfigError, DataError
 from dflash_core.experiment_data import dataset_folder
 from dflash_core.experiment_shards import make_shard, plan_shards
-from flows import command
+from flows import command, server
 from flows.shards import task_runner
 from flows.tasks import Request
-from tests.conftest import REPOSITORY, write_corpus
+from tests.conftest import REPOSITORY, write_corpus, write_micro_experiment
+
+PLANTED = "planted-server-key-0123456789"
 
 
-@pytest.fixture
-def corpus(micro_experiment: Path) -> list[str]:
+def write_files(folder: Path) -> list[str]:
     """Overrides for a dataset of several files, one of them large, with bad rows and ids that stand twice."""
-    folder = micro_experiment.parent
     write_corpus(folder / "large.jsonl", 300)
     write_corpus(folder / "small.jsonl", 30)  # its ids are those of the others
     with (folder / "small.jsonl").open("a") as file:
         file.write('{"messages": 3}\nnot json\n')
-    return [f"data.files=['{folder}/large.jsonl','{folder}/small.jsonl']", "data.shard_sequences=16", "data.num_workers=1"]
+    files = f"data.files=['{folder}/large.jsonl','{folder}/small.jsonl']"
+    return [files, "data.shard_sequences=16", "data.num_workers=1"]
+
+
+@pytest.fixture
+def corpus(micro_experiment: Path) -> list[str]:
+    return write_files(micro_experiment.parent)
 
 
 def alone(path: Path, overrides: list[str]) -> dict[str, Any]:
@@ -146,28 +156,79 @@ def test_a_runner_whose_package_is_missing_names_the_extra(
         task_runner(Request(experiment="x", task_runner="dask"))
 
 
-def start(path: Path, overrides: list[str], *words: str) -> subprocess.Popen[str]:
-    settings = [word for override in overrides for word in ("--set", override)]
+@dataclass
+class Workplace:
+    """A workspace with a server of its own that stays between flows."""
+
+    experiment: Path
+    overrides: list[str]
+    expected: dict[str, Any]
+    environment: dict[str, str]
+
+    def start(self, name: str, *words: str) -> subprocess.Popen[str]:
+        changes = [word for change in (*self.overrides, f"data.name={name}") for word in ("--set", change)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.prepare", str(self.experiment), *changes, "--keep-server", *words],
+            env=self.environment,
+            cwd=self.experiment.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.home / "datasets" / name / "manifest.json").read_text())
+        return found
+
+    @property
+    def home(self) -> Path:
+        return Path(self.environment["DFLASH_HOME"])
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory, micro_target: Path) -> Iterator[Workplace]:
+    folder = tmp_path_factory.mktemp("runners")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "flows.prepare", str(path), *settings, *words],
-        env={**inherited, "PYTHONPATH": str(REPOSITORY)},
-        cwd=path.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = {
+        **inherited,
+        "PYTHONPATH": str(REPOSITORY),
+        "DFLASH_HOME": str(folder / "workspace"),
+        "OUR_SERVER_KEY": PLANTED,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_HOME", str(folder / "workspace"))
+        experiment, overrides = write_micro_experiment(folder, micro_target), write_files(folder)
+        yield Workplace(experiment, overrides, alone(experiment, overrides), environment)
+        server.stop(folder / "workspace", force=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["thread", "process", "ray", "dask"])
-def test_every_runner_makes_the_same_dataset(micro_experiment: Path, corpus: list[str], runner: str) -> None:
+def test_every_runner_makes_the_same_dataset(workplace: Workplace, runner: str) -> None:
     if runner in ("ray", "dask") and importlib.util.find_spec(f"prefect_{runner}") is None:
         pytest.skip(f"the extra {runner!r} is not installed: pip install -e '.[{runner}]'")
-    expected = alone(micro_experiment, corpus)
-    process = start(micro_experiment, corpus, "--task-runner", runner, "--shards", "2")
+    process = workplace.start(runner, "--task-runner", runner, "--shards", "2")
     out, err = process.communicate(timeout=115)
     assert process.returncode == 0, err
     assert f"shards: 2, by task runner {runner}" in err and "Traceback" not in err
-    assert same(manifest_of(micro_experiment, corpus), expected)
+    assert same(workplace.manifest(runner), workplace.expected)
     assert "dataset: " in out
+    for path in workplace.home.rglob("*"):  # Prefect's database among them
+        assert not path.is_file() or PLANTED.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.slow
+def test_a_flow_that_is_killed_leaves_no_process_of_its_pool(workplace: Workplace) -> None:
+    process = workplace.start("killed", "--task-runner", "process", "--shards", "2")
+    flow = psutil.Process(process.pid)
+
+    def pool() -> list[psutil.Process]:
+        return [child for child in flow.children() if "spawn_main" in " ".join(child.cmdline())]
+
+    deadline = time.monotonic() + 100
+    while len(workers := pool()) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=20)
+    assert psutil.wait_procs(workers, timeout=60)[1] == []
