@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +111,8 @@ def _is_url(text: str) -> bool:
 
 def _texts(config: ExperimentConfig, dotted: str) -> Iterator[str]:
     """The text or texts of a key, none where it is not set."""
-    value: Any = reduce(lambda section, name: getattr(section, name, None), dotted.split("."), config)
+    value: Any = config
+    for name in dotted.split("."):
+        value = getattr(value, name, None)
     values: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
     yield from (text for text in values if isinstance(text, str))

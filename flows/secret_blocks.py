@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ def _load(name: str) -> str | None:
     from prefect.blocks.system import Secret
 
     try:
-        value = Secret.load(name).get()
+        block: Any = Secret.load(name)
     except ValueError:  # there is no such block
         return None
     log.info("key: from the Secret block %s", name)
-    return str(value)
+    return str(block.get())

@@ -93,11 +93,12 @@ def make_shards(config: Request) -> dict[str, int]:
     wait(futures)
     counts: dict[str, int] = {}
     for future in futures:
-        result = future.result(raise_on_failure=False)
-        if isinstance(result, DFlashError):
-            raise result
-        if isinstance(result, BaseException):
-            raise DataError(f"a shard could not be made ({type(result).__name__}: {result}); start again to go on") from result
+        try:
+            result = future.result()
+        except DFlashError:
+            raise
+        except Exception as error:
+            raise DataError(f"a shard could not be made ({type(error).__name__}: {error}); start again to go on") from error
         for key, value in result.items():
             counts[key] = counts.get(key, 0) + value
     log.info("shards: %d parts, %d rows, %d rejected", counts["num_parts"], counts["num_rows"], counts["num_rejected"])

@@ -70,10 +70,10 @@ def share_out(files: Sequence[tuple[str, str, int]], num_shards: int) -> list[li
     pieces.sort(key=lambda piece: (-piece[0], piece[1].url, piece[1].stripe))
     shards: list[list[Stripe]] = [[] for _ in range(num_shards)]
     loads = [0.0] * num_shards
-    for size, stripe in pieces:
+    for share, stripe in pieces:
         lightest = loads.index(min(loads))
         shards[lightest].append(stripe)
-        loads[lightest] += max(size, 1.0)
+        loads[lightest] += max(share, 1.0)
     return [shard for shard in shards if shard]
 
 
