@@ -61,8 +61,13 @@ class Confinement:
                     self.check_folder(key, text)
             for key in SERVERS:
                 for url in _texts(one, key):
-                    if not is_loopback(url) and not self._is_allowed(url):
-                        raise ConfigError(f"{key}: {url}: not on this machine; {ALLOWED_URLS} allows others")
+                    if not is_loopback(url):
+                        self.check_url(key, url)
+
+    def check_url(self, key: str, url: str) -> None:
+        """Refuse an address that was not allowed."""
+        if not self._is_allowed(url):
+            raise ConfigError(f"{key}: {url}: not on this machine; {ALLOWED_URLS} allows others")
 
     def check_path(self, key: str, text: str) -> None:
         """Refuse a path that leads outside, itself or through symbolic links; it need not exist."""

@@ -10,6 +10,7 @@ import importlib
 import logging
 import multiprocessing
 import os
+import secrets
 import threading
 from typing import Any, get_args
 
@@ -42,11 +43,12 @@ def task_runner(request: Request) -> TaskRunner[Any]:
         raise ConfigError(f"task_runner: {name!r} is none of {', '.join(get_args(TaskRunnerName))}")
     if name in CLUSTERS:
         package, kind = CLUSTERS[name]
+        settings = _cluster(request)  # before the import: Ray looks for its token then
         try:
             module = importlib.import_module(package)
         except ImportError as error:
             raise ConfigError(f"task_runner: {name} needs the extra {name!r}: pip install -e '.[{name}]' ({error})") from None
-        runner: TaskRunner[Any] = getattr(module, kind)(**_cluster(request))
+        runner: TaskRunner[Any] = getattr(module, kind)(**settings)
         return runner
     if request.task_runner_address is not None:
         raise ConfigError(f"task_runner_address: {name} runs on this node and has none")
@@ -56,13 +58,16 @@ def task_runner(request: Request) -> TaskRunner[Any]:
 
 
 def _cluster(request: Request) -> dict[str, Any]:
-    """An existing cluster's address; without one a local cluster, which listens on loopback only and ends with the flow."""
+    """An existing cluster's address; without one a local cluster, which ends with the flow and takes no strangers.
+
+    Dask binds loopback. Ray 2.60 listens on all interfaces whatever it is told, so it gets a token that only this flow has.
+    """
     if request.task_runner_address is not None:
         return {"address": request.task_runner_address}
     workers = request.shards or default_num_processes()
     if request.task_runner == "ray":
-        local = {"num_cpus": workers, "include_dashboard": False, "_node_ip_address": "127.0.0.1", "log_to_driver": False}
-        return {"init_kwargs": local}
+        os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
+        return {"init_kwargs": {"num_cpus": workers, "include_dashboard": False, "log_to_driver": False}}
     local = {"n_workers": workers, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None}
     return {"cluster_kwargs": local}
 

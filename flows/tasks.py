@@ -75,6 +75,8 @@ class Request(Config):
         bounds = Confinement.from_environment() if confined() else None
         if bounds is not None:
             bounds.check_path("experiment", self.experiment)
+            if self.task_runner_address is not None:  # a cluster gets code and data, and what it sends back is unpickled
+                bounds.check_url("task_runner_address", self.task_runner_address)
         config = load_experiment(self.experiment, self.overrides)
         if bounds is not None:
             bounds.check(config)

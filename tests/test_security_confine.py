@@ -157,3 +157,11 @@ def test_places_are_resolved_when_they_are_allowed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(real)
     bounds = Confinement((real.resolve(),), ())
     bounds.check_path("x", str(tmp_path / "link" / "a.jsonl"))
+
+
+def test_a_form_names_no_cluster_of_its_own(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request(experiment=str(inside), task_runner="ray", task_runner_address="ray://example.org:10001")
+    with pytest.raises(ConfigError, match="task_runner_address: ray://example.org:10001: not on this machine"):
+        request.load()
+    monkeypatch.setenv("DFLASH_ALLOWED_URLS", "ray://example.org:10001")
+    assert request.load().name == "micro"
