@@ -161,7 +161,7 @@ def test_places_are_resolved_when_they_are_allowed(tmp_path: Path) -> None:
 
 def test_a_form_names_no_cluster_of_its_own(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(experiment=str(inside), task_runner="ray", task_runner_address="ray://example.org:10001")
-    with pytest.raises(ConfigError, match="task_runner_address: ray://example.org:10001: not on this machine"):
+    with pytest.raises(ConfigError, match=r"task_runner_address: ray://example\.org:10001: not on this machine"):
         request.load()
     monkeypatch.setenv("DFLASH_ALLOWED_URLS", "ray://example.org:10001")
     assert request.load().name == "micro"
