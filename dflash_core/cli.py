@@ -26,9 +26,11 @@ from dflash_core.errors import (
     ConfigError,
     DFlashError,
 )
+from dflash_core.redaction import without_secrets
 
 app = typer.Typer(
-    help="Trains DFlash drafters: regenerate, prepare, plan, simulate, train, watch, evaluate, export, analyze, registry.",
+    help="Trains DFlash drafters: regenerate, prepare, plan, simulate, create, train, watch, evaluate, export, analyze,"
+    " registry.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -176,6 +178,24 @@ def simulate(
 
 
 @app.command()
+def create(
+    experiment: Experiment,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder; default: named by experiment, run and content")] = None,
+    run: RunName = None,
+    overrides: Overrides = None,
+) -> None:
+    """Prepare the dataset and make the folder of a run without training it, for torchrun on several nodes; prints the folder."""
+    from dflash_core import experiment as root
+    from dflash_core.progress import prepare_progress
+
+    _log_to(logging.StreamHandler())
+    name, config = _one_run(experiment, overrides, run)
+    with prepare_progress() as progress:
+        root.prepare(config, progress)
+    typer.echo(root.create_run(config, name, run_dir))
+
+
+@app.command()
 def train(
     experiment: Experiment,
     run_dir: Annotated[Path | None, typer.Option(help="Run folder; a run that is in it is resumed")] = None,
@@ -202,7 +222,7 @@ def train(
             root.prepare(config, progress)
         run_dir = root.create_run(config, name, run_dir)
     elif run_dir is None:
-        raise ConfigError("under torchrun --run-dir is needed")
+        raise ConfigError("under torchrun --run-dir is needed; dflash create makes the folder")
     log_file = RunFolder(run_dir).log_file(int(cell or 0))
     log_file.parent.mkdir(parents=True, exist_ok=True)
     _log_to(logging.StreamHandler(), logging.FileHandler(log_file))  # the file has tracebacks, the terminal only with --debug
@@ -336,5 +356,5 @@ def _fail(error: BaseException, text: str, code: int, debug: bool) -> None:
             signal.signal(number, signal.SIG_IGN)
     if debug:
         raise error
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)  # noqa: T201 - the program's own last line
+    print(f"error: {without_secrets(' '.join(text.split()))}", file=sys.stderr)  # noqa: T201 - the program's own last line
     sys.exit(code)

@@ -5,7 +5,7 @@ Every mistake is one line that names the file and the key; keys that do not exis
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from dflash_core.config import (
     TrainConfig,
 )
 from dflash_core.errors import ConfigError
+from dflash_core.redaction import secret_in, without_secrets
 
 
 class ExperimentConfig(Config):
@@ -147,8 +148,16 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     """Read an experiment file and apply overrides of the form `a.b=value` (the value is read as YAML).
 
     Raises:
-        ConfigError: one line that names the file and the key.
+        ConfigError: one line that names the file and the key, and shows no secret. An experiment that holds one is an error,
+            for it is recorded with each run.
     """
+    try:
+        return _loaded(path, overrides)
+    except ConfigError as error:
+        raise ConfigError(without_secrets(str(error))) from None
+
+
+def _loaded(path: str | Path, overrides: Sequence[str]) -> ExperimentConfig:
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
@@ -168,5 +177,25 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     if changes and isinstance(values, dict):
         values = _with_changes(values, changes)
     config = _validated(values, str(path))
+    _refuse_secrets(config, str(path))
     config.variants()  # an override inside `runs` must be right before anything starts
     return config
+
+
+def _refuse_secrets(config: ExperimentConfig, where: str) -> None:
+    for key, text in _strings(config.model_dump(mode="json")):
+        if (kind := secret_in(text)) is not None:
+            raise ConfigError(f"{where}: {key}: holds {kind}, and would be recorded with the run; it belongs in the environment")
+
+
+def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """All texts in nested values with their dotted keys; the keys themselves are texts, too."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield key, str(name)
+            yield from _strings(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner, key)

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dflash_core.redaction import without_secrets
+
 PACKAGES = ("torch", "transformers", "prefect", "wandb", "pandas", "pyarrow", "numpy", "tokenizers", "safetensors")
 UNREADABLE = "unknown"
 SAMPLED_BYTES = 1 << 20
@@ -121,7 +123,7 @@ def provenance(devices: list[str], fingerprints: dict[str, str]) -> dict[str, An
         "machine": platform.machine(),
         "num_cpus": os.cpu_count(),
         "packages": package_versions(),
-        "argv": sys.argv,
+        "argv": [without_secrets(word) for word in sys.argv],
         "devices": devices,
         "fingerprints": fingerprints,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import logging
 import signal
 import sys
@@ -20,12 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_core.errors import DFlashError, UserError
+from dflash_core.redaction import without_secrets
 from flows import console, server
 
 log = logging.getLogger(__name__)
 EXIT_DEFECT = 1
 MOST_RUNS = 32  # of a sweep
 WIDEST = 6  # columns
+MOST_SHARDS = 10_000  # as flows/tasks.Request has it
 HELP = {
     "experiment": "Run an experiment: prepare, plan, train and evaluate each run, analyze.",
     "regenerate": "Have the target answer the prompts of an experiment anew.",
@@ -71,6 +74,11 @@ def _parser(stage: str) -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=VALUE", dest="overrides", help="change a key")
     parser.add_argument("--keep-server", action="store_true", help="leave the background Prefect server running")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    if stage in ("prepare", "train", "experiment", "sweep"):
+        runner = parser.add_argument_group("tokenizing in shards (docs/scale.md)")
+        runner.add_argument("--task-runner", choices=("thread", "process", "ray", "dask"), help="what runs the shards")
+        runner.add_argument("--task-runner-address", metavar="URL", help="an existing Ray or Dask cluster; default: a local one")
+        runner.add_argument("--shards", type=int, metavar="N", help="number of shards; default: one for each core")
     if stage in ("train", "evaluate", "retrain", "sweep"):
         parser.add_argument("--run", metavar="NAME", help="only this run of the experiment")
     if stage == "sweep":
@@ -93,7 +101,7 @@ def _raise_terminated(_number: int, _frame: object) -> None:
 def _fail(text: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.write(f"error: {without_secrets(text)}\n")
     return code
 
 
@@ -101,6 +109,7 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
     from dflash_core.experiment import workspace
 
     run = getattr(arguments, "run", None)
+    runner = _runner(arguments)
     if stage == "sweep":
         _check_sweep(arguments)
     else:
@@ -119,7 +128,7 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
             url.removesuffix("/api"),
             " (until the end of this run; --keep-server keeps it)" if short_lived else "",
         )
-        asked = {"experiment": arguments.experiment, "overrides": tuple(arguments.overrides), "run": run}
+        asked = {"experiment": arguments.experiment, "overrides": tuple(arguments.overrides), "run": run, **runner}
         if stage == "sweep":
             request = module.SweepRequest(**asked, grid=tuple(arguments.grid), most=arguments.most)
         else:
@@ -138,6 +147,21 @@ def _check_sweep(arguments: argparse.Namespace) -> None:
 
     expanded = expand(arguments.experiment, arguments.overrides, arguments.run, arguments.grid, arguments.most)
     _check("sweep", arguments.experiment, expanded, None)
+
+
+def _runner(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a request that say how shards are run; raises UserError for what cannot be."""
+    runner = getattr(arguments, "task_runner", None)
+    address, shards = getattr(arguments, "task_runner_address", None), getattr(arguments, "shards", None)
+    if runner is None and (address is not None or shards is not None):
+        raise UserError("--shards and --task-runner-address need --task-runner")
+    if shards is not None and not 0 < shards <= MOST_SHARDS:
+        raise UserError(f"--shards {shards}: expected 1 to {MOST_SHARDS}")
+    if address is not None and runner not in ("ray", "dask"):
+        raise UserError(f"--task-runner-address: {runner} runs on this node and has none")
+    if runner in ("ray", "dask") and importlib.util.find_spec(f"prefect_{runner}") is None:
+        raise UserError(f"--task-runner {runner} needs the extra {runner!r}: pip install -e '.[{runner}]'")
+    return {"task_runner": runner, "task_runner_address": address, "shards": shards}
 
 
 def _check(stage: str, path: str, overrides: Sequence[str], run: str | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows import tasks
+from flows import shards, tasks
 from flows.reconcile import record_process, show_as_cancelled
 from flows.tasks import Request, run_name
 
@@ -32,7 +32,7 @@ def chain(config: Request) -> dict[str, Any]:
     """The stages one after the other, within the flow that calls this."""
     whole = config.load()
     variants = config.variants()
-    tasks.prepare(whole)
+    shards.prepare(config, whole)
     tasks.plan(whole)
     run_dirs = []
     for name, variant in variants:

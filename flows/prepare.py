@@ -13,7 +13,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows import tasks
+from flows import shards, tasks
 from flows.reconcile import record_process, show_as_cancelled
 from flows.tasks import Request, run_name
 
@@ -22,6 +22,6 @@ from flows.tasks import Request, run_name
 def prepare(config: Request) -> dict[str, Any]:
     """Prepare the dataset of an experiment."""
     whole = config.load()
-    dataset = tasks.prepare(whole)
+    dataset = shards.prepare(config, whole)
     tasks.plan(whole)
     return {"paths": {"dataset": str(dataset["path"])}}

@@ -34,5 +34,7 @@ class SweepRequest(Request):
 @flow(name="dflash-sweep", flow_run_name=run_name, on_running=[record_process], on_failure=[show_as_cancelled])
 def sweep(config: SweepRequest) -> dict[str, Any]:
     """Train an experiment at every point of a grid, and compare all of them."""
+    config.load()  # looks where the experiment lies before the grid reads it
     expanded = grids.expand(config.experiment, config.overrides, config.run, config.grid, config.most)
-    return chain(Request(experiment=config.experiment, overrides=expanded))
+    runner = config.model_dump(include={"task_runner", "task_runner_address", "shards"})
+    return chain(Request(experiment=config.experiment, overrides=expanded, **runner))

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
@@ -19,12 +19,14 @@ from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_UI_URL
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dflash_core.config import Config
 from dflash_core.errors import StoppedBySignal, UserError
+from dflash_core.redaction import without_secrets
 from flows import console
 from flows.launch import Relay, launch, node_lock, raise_for_exit
+from flows.secret_blocks import key_from_block
 
 if TYPE_CHECKING:
     from dflash_core.experiment import ExperimentConfig
@@ -33,7 +35,19 @@ log = logging.getLogger(__name__)
 console.set_levels()  # these two also where no command of ours has been called: in the process of a deployment
 console.one_line_errors()
 LONGEST_NAME = 120
+TaskRunnerName = Literal["thread", "process", "ray", "dask"]
 AGAIN = "run the same command again to go on"
+
+
+def confined() -> bool:
+    """Whether parameters may name only places inside the workspace and what was allowed (docs/scale.md, "Security").
+
+    So it is for the runs of a deployment, whose parameters come from a form; DFLASH_CONFINE=1 or 0 decides otherwise.
+    """
+    setting = os.environ.get("DFLASH_CONFINE", "")
+    if setting not in ("", "0", "1"):
+        raise UserError(f"DFLASH_CONFINE: {setting!r} is neither 0 nor 1")
+    return setting == "1" or (setting == "" and deployment.id is not None)
 
 
 class Request(Config):
@@ -42,12 +56,34 @@ class Request(Config):
     experiment: str = Field(description="Path of the experiment file")
     overrides: tuple[str, ...] = Field((), description="Changes of its keys, each as a.b=value")
     run: str | None = Field(None, description="One run of the experiment; default: all")
+    task_runner: TaskRunnerName | None = Field(
+        None, description="Tokenize in shards: in threads or processes here, or on a Ray or Dask cluster (docs/scale.md)"
+    )
+    task_runner_address: str | None = Field(
+        None, description="Address of the Ray or Dask cluster; default: a local one that ends with the flow"
+    )
+    shards: int | None = Field(None, gt=0, le=10_000, description="Number of shards; default: one for each core")
+
+    @model_validator(mode="after")
+    def _only_shards_need_a_runner(self) -> Request:
+        if self.task_runner is None and (self.shards is not None or self.task_runner_address is not None):
+            raise ValueError("task_runner: is needed for shards and task_runner_address")
+        return self
 
     def load(self) -> ExperimentConfig:
-        """Read the experiment; raises ConfigError."""
+        """Read the experiment; raises ConfigError, also for a place outside where a deployment may look."""
         from dflash_core.experiment import load_experiment
+        from dflash_core.experiment_confine import Confinement
 
-        return load_experiment(self.experiment, self.overrides)
+        bounds = Confinement.from_environment() if confined() else None
+        if bounds is not None:
+            bounds.check_path("experiment", self.experiment)
+            if self.task_runner_address is not None:  # a cluster gets code and data, and what it sends back is unpickled
+                bounds.check_url("task_runner_address", self.task_runner_address)
+        config = load_experiment(self.experiment, self.overrides)
+        if bounds is not None:
+            bounds.check(config)
+        return config
 
     def variants(self) -> list[tuple[str, ExperimentConfig]]:
         """The runs asked for, by name; raises ConfigError, or UserError for a name the experiment does not have."""
@@ -66,7 +102,7 @@ def run_name() -> str:
     asked = config if isinstance(config, dict) else config.model_dump()
     lists = [word for key in ("overrides", "grid") for word in asked.get(key) or ()]
     words = [stage, Path(asked["experiment"]).stem, *([asked["run"]] if asked.get("run") else []), *lists]
-    name = " ".join(words)
+    name = without_secrets(" ".join(words))
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
 
 
@@ -90,7 +126,8 @@ def regenerate(config: ExperimentConfig) -> dict[str, Any]:
     from dflash_core.experiment_regenerate import regenerate as answer
     from dflash_core.progress import AnswerLogProgress
 
-    answers = answer(config, AnswerLogProgress(every_s=5.0))
+    with key_from_block(config.regenerate.api_key_env):
+        answers = answer(config, AnswerLogProgress(every_s=5.0))
     log.info(
         "answers: %d rows (%d cut by the limit), %d failed, %d cannot be asked%s", answers["num_answered"], answers["num_cut"],
         answers["num_failed"], answers["num_skipped"], " (unchanged, used again)" if answers["reused"] else "",

@@ -13,7 +13,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows import tasks
+from flows import shards, tasks
 from flows.reconcile import record_process, show_as_cancelled
 from flows.tasks import Request, run_name
 
@@ -22,5 +22,5 @@ from flows.tasks import Request, run_name
 def train(config: Request) -> dict[str, Any]:
     """Train the runs of an experiment, or one of them."""
     variants = config.variants()
-    tasks.prepare(config.load())
+    shards.prepare(config, config.load())
     return {"paths": {f"run {name}": tasks.train(variant, name)["run_dir"] for name, variant in variants}}

@@ -189,7 +189,7 @@ def remove_other_parts(tokens_folder: Path, files: Sequence[TakenFile]) -> None:
     keys = {file.key for file in files}
     for path in list(tokens_folder.iterdir()):
         words = path.name.removesuffix(".json").split("-")
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif words[0] not in ("part", "file") or len(words) < 2 or words[1] not in keys:
             path.unlink()

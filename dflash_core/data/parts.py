@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
@@ -44,7 +45,8 @@ class PartWriter:
 
     def __init__(self, tokens_folder: Path, name: str) -> None:
         self._folder, self._name = tokens_folder, name
-        self._temporary = tokens_folder / f".{name}.tmp"
+        # Of its own: a shard that was given up as lost may still be writing the same part on another node.
+        self._temporary = tokens_folder / f".{name}.{uuid4().hex}.tmp"
         self._sequences: list[tuple[str, str, NDArray[np.int32], NDArray[np.bool_], bool, int, bytes]] = []
         self._batch_tokens = 0
         self.num_sequences = self.num_tokens = 0
@@ -198,6 +200,8 @@ def _fixed_bytes(column: pa.FixedSizeBinaryArray) -> NDArray[np.uint8]:
 def open_part(tokens_folder: Path, name: str) -> list[Batch]:
     """Map a part; raises `DataError` if it is missing or damaged."""
     path = tokens_folder / f"{name}.arrow"
+    if path.is_symlink():  # parts are written here; a link would let somebody else's file be read as one, and be linked on
+        raise DataError(f"{path}: is a symbolic link, not a part of the dataset")
     try:
         # The mapping outlives its file descriptor, of which a process may have no more than about a thousand.
         with pa.memory_map(str(path)) as file:

@@ -70,26 +70,15 @@ def prepare_dataset(
             usable; a tokenizing process was killed; the folder holds something that is not a dataset, or another
             process is preparing it. What was tokenized by then is kept in a hidden folder beside, and found there.
     """
-    origin: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "name": config.name,
-        "target": target,
-        "tokenizer_sha256": tokenizer_digest(tokenizer),
-        "chat_template_sha256": chat_template_digest(tokenizer),
-        "config_sha256": digest_json({"target": target, **config.model_dump(mode="json", exclude=NOT_IN_THE_RESULT)}),
-        "max_length": config.max_length,
-        "over_long": config.over_long,
-    }
-    if folder.is_symlink():  # a dataset that lies elsewhere stays there, and is built beside that place
-        folder = folder.resolve()
-    job = _Job(config, tokenizer, folder, origin)
+    job = PrepareJob.of(config, tokenizer, target, folder)
     try:
-        return _prepared(job, folder, progress)
+        return _prepared(job, progress)
     except OSError as error:
         raise DataError(f"{error.filename or folder}: {error.strerror or one_line(error)}") from error
 
 
-def _prepared(job: _Job, folder: Path, progress: Callable[[PrepareProgress], None] | None) -> dict[str, Any]:
+def _prepared(job: PrepareJob, progress: Callable[[PrepareProgress], None] | None) -> dict[str, Any]:
+    folder = job.folder
     manifest = job.reusable()  # without the lock: several runs may start on one finished dataset
     if manifest is not None:
         return {**manifest, "reused": True}
@@ -124,11 +113,28 @@ def _by_count(counts: dict[str, int]) -> str:
     return ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
 
 
-class _Job:
+class PrepareJob:
     """One preparation; the source files are identified at once."""
 
+    @classmethod
+    def of(cls, config: DataConfig, tokenizer: PreTrainedTokenizerFast, target: str, folder: Path) -> PrepareJob:
+        """The job that makes the dataset `folder`; raises `DataError` for files that are missing."""
+        origin: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "name": config.name,
+            "target": target,
+            "tokenizer_sha256": tokenizer_digest(tokenizer),
+            "chat_template_sha256": chat_template_digest(tokenizer),
+            "config_sha256": digest_json({"target": target, **config.model_dump(mode="json", exclude=NOT_IN_THE_RESULT)}),
+            "max_length": config.max_length,
+            "over_long": config.over_long,
+        }
+        if folder.is_symlink():  # a dataset that lies elsewhere stays there, and is built beside that place
+            folder = folder.resolve()
+        return cls(config, tokenizer, folder, origin)
+
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerFast, folder: Path, origin: dict[str, Any]) -> None:
-        self._config, self._tokenizer, self._folder = config, tokenizer, folder
+        self._config, self._tokenizer, self.folder = config, tokenizer, folder
         self._settings = EncodeSettings(
             max_length=config.max_length,
             over_long=config.over_long,
@@ -141,15 +147,15 @@ class _Job:
             "shard_sequences": config.shard_sequences,
             **{key: origin[key] for key in ("schema_version", "tokenizer_sha256", "chat_template_sha256")},
         }
-        self._files, repeated = take_files(expand_files(config.files), decisive)
+        self.files, repeated = take_files(expand_files(config.files), decisive)
         self._origin = {**origin, "repeated_files": [asdict(item) for item in repeated]}
-        if answers := find_answers(self._files):  # made by `dflash regenerate`: by whom and in which mode
+        if answers := find_answers(self.files):  # made by `dflash regenerate`: by whom and in which mode
             check_mode(answers, tokenizer, config.template_variables)
             self._origin["answers"] = answers
 
     def reusable(self) -> dict[str, Any] | None:
         """The manifest of the dataset that is there, if it is whole and was made from the same things."""
-        folder = self._folder
+        folder = self.folder
         if not folder.exists():
             return None
         if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).exists()):
@@ -160,25 +166,35 @@ class _Job:
             logger.warning("%s; it is prepared anew", error)
             return None
         made_from = [(item.get("path"), item.get("identity")) for item in manifest["source_files"]]
-        same = made_from == [(file.url, file.identity) for file in self._files]
+        same = made_from == [(file.url, file.identity) for file in self.files]
         same = same and all(manifest.get(key) == value for key, value in self._origin.items())
         faults = [reason for reason in manifest.get("num_rejected", {}) if reason not in NO_FAULT]
         return None if not same or (faults and self._config.on_bad_row == "error") else manifest
 
-    def build(self, building: Path, progress: Callable[[PrepareProgress], None] | None) -> dict[str, Any]:
-        """Fill the folder; returns the manifest."""
+    def take_over(self, building: Path) -> Path:
+        """Keep what is of use in the folder of an earlier job, and of a finished dataset; returns the folder of parts."""
         tokens = building / TOKENS
         tokens.mkdir(exist_ok=True)
         (building / MANIFEST).unlink(missing_ok=True)
-        remove_other_parts(tokens, self._files)
-        adopt_parts(self._folder / TOKENS, tokens, self._files)
-        sizes = [file.num_bytes for file in self._files]
+        remove_other_parts(tokens, self.files)
+        adopt_parts(self.folder / TOKENS, tokens, self.files)
+        return tokens
+
+    def tokenize_job(self, tokens: Path, faults_are_errors: bool, counter: ProgressCounter) -> TokenizeJob:
+        """What makes parts in the folder `tokens`."""
+        return TokenizeJob(tokens, self._settings, self._config.shard_sequences, faults_are_errors, counter)
+
+    def build(self, building: Path, progress: Callable[[PrepareProgress], None] | None) -> dict[str, Any]:
+        """Fill the folder; returns the manifest."""
+        tokens = self.take_over(building)
+        sizes = [file.num_bytes for file in self.files]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
-        counter = ProgressCounter(progress, len(self._files), total)
+        counter = ProgressCounter(progress, len(self.files), total)
         strict = self._config.on_bad_row == "error"
-        job = TokenizeJob(tokens, self._settings, self._config.shard_sequences, strict, counter)
-        job.run(self._files, self._tokenizer, self._config.num_workers or default_num_processes())
-        merged = merge_parts(building, self._files, self._origin["tokenizer_sha256"])
+        self.tokenize_job(tokens, strict, counter).run(
+            self.files, self._tokenizer, self._config.num_workers or default_num_processes()
+        )
+        merged = merge_parts(building, self.files, self._origin["tokenizer_sha256"])
         if not merged.counts["num_sequences"]:
             raise DataError(self._nothing_usable(merged))
         if strict and merged.first_fault is not None:

@@ -32,13 +32,37 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
+def shared_building(folder: Path) -> Iterator[Path]:
+    """Yield the hidden folder in which `folder` is being built, to add files whose names follow from their content.
+
+    Any number of processes may be inside at once, on any node that shares the folder, but none while `folder_lock` is held.
+
+    Raises:
+        DataError: another job holds that lock.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _sibling(folder, "lock").open("a+b") as file:  # a shared lock on NFS needs a file that can be read
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"{folder}: another process is preparing it") from error
+        yield building_folder(folder)
+
+
+def building_folder(folder: Path) -> Path:
+    """The hidden folder in which `folder` is built, made if it is not there. To be used under one of the locks."""
+    new = _sibling(folder, "building")
+    new.mkdir(exist_ok=True)
+    return new
+
+
+@contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield the folder that replaces `folder` when the block ends, and stays hidden as it is if the block raises.
 
     It holds what an earlier job left there. To be used under `folder_lock`.
     """
-    new, old = _sibling(folder, "building"), _sibling(folder, "old")
-    new.mkdir(exist_ok=True)
+    new, old = building_folder(folder), _sibling(folder, "old")
     try:
         yield new
         _flush_to_disk(new)

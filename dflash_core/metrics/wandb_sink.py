@@ -60,7 +60,8 @@ class WandbSink(OptionalSink):
                 dir=str(folder.absolute()),
                 config=dict(config),
                 resume="allow",
-                settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
+                # Its metadata hold the command line as it was typed; a run's provenance.json has it without secrets.
+                settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True, x_disable_meta=True),
             )
             for space in NAME_SPACES:
                 self._run.define_metric(f"{space}/step", hidden=True)

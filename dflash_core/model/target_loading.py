@@ -25,6 +25,8 @@ def load_causal_lm(folder: Path, dtype: str, attn_implementation: str, device: t
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
+    if not any(folder.glob("*.safetensors")):  # others are pickles, which run what they hold
+        raise ConfigError(f"target.path: {folder} holds no weights in safetensors files; other formats are not read")
     transformers_logging.disable_progress_bar()  # a bar for one file is noise in a log
     if attn_implementation == "flash_attention_2":
         _check_flash_attention(dtype, device)
@@ -35,6 +37,7 @@ def load_causal_lm(folder: Path, dtype: str, attn_implementation: str, device: t
             attn_implementation=attn_implementation,
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,
         )
     except (ImportError, ValueError, OSError, SafetensorError) as error:
         reason = _first_sentence(error)

@@ -39,7 +39,11 @@ def read_target_shape(folder: Path) -> TargetShape:
 
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: no config.json; target.path must name a Hugging Face model folder")
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # damaged, or a model that needs code of its own
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"target.path: {folder}: its config.json cannot be used ({reason})") from None
     config = config.get_text_config(decoder=True)
     if getattr(config, "final_logit_softcapping", None):
         raise ConfigError(f"{folder}: the target caps its final logits (final_logit_softcapping); not supported")

@@ -75,6 +75,9 @@ def run_cell(job: TrainingJob, parts: CellParts | None = None) -> dict[str, Any]
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes % job.topology.cells:  # a multiple is a run over several nodes
         raise ConfigError(f"topology.cells: {job.topology.cells}, but {processes} processes were started")
+    if processes > job.bucketing.batches_per_step:
+        few = f"{job.bucketing.batches_per_step} batches for the {processes} cells of all nodes"
+        raise ConfigError(f"bucketing.batches_per_step: {few}; some cells would never train")
     # Longer than the watchdog's limit: a cell that hangs is to be named by its own watchdog, not by those that wait for it.
     group = CellGroup.from_environment(devices.draft, 2 * job.prefetch.stall_timeout_s)
     try:
