@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import secrets
 import threading
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -20,10 +20,12 @@ from prefect.futures import wait
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from dflash_core.errors import ConfigError, DataError, DFlashError
-from dflash_core.experiment import ExperimentConfig
 from dflash_core.processes import default_num_processes
 from flows import tasks
 from flows.tasks import Request, TaskRunnerName
+
+if TYPE_CHECKING:
+    from dflash_core.experiment import ExperimentConfig
 
 log = logging.getLogger(__name__)
 CLUSTERS = {"ray": ("prefect_ray", "RayTaskRunner"), "dask": ("prefect_dask", "DaskTaskRunner")}
