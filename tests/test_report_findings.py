@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_core.analysis.build_report import build_report, comparisons_note
+from dflash_core.analysis.build_report import build_report
 from dflash_core.analysis.compare import ALL_PAIRS_UP_TO, Estimate, comparison_rows
 from dflash_core.analysis.findings import KINDS
+from dflash_core.analysis.notes import comparisons_note
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.plots.training import loss_plot
 from dflash_core.analysis.report import PlotGroup, Report, to_html, to_markdown
