@@ -160,7 +160,7 @@ def _draw_adjusted(figure: go.Figure, runs: Sequence[RunAnalysis]) -> bool:
         loss, adjusted = numbers(run.curves, "loss"), numbers(run.curves, "loss_adjusted")
         if np.isfinite(adjusted).any() and not np.array_equal(loss, adjusted, equal_nan=True):
             x, y = thin(numbers(run.curves, "step"), adjusted, points_per_trace(len(runs)))
-            line = {"color": colour(MAX_RAW_SERIES + number), "width": 1.5}
+            line = {"color": colour(len(runs) + number), "width": 1.5}
             name = f"{label(run.name)}, adjusted"
             shown = True if any(one.kind == "loss_composition" for one in run.findings) else "legendonly"
             figure.add_scatter(x=whole(x), y=small(y), mode="lines", name=name, line=line, hoverinfo="skip", visible=shown)
