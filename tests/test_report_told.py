@@ -107,11 +107,11 @@ def test_single_runs_are_warned_of_and_groups_of_seeds_are_not(runs: list[RunAna
 
 
 def test_what_has_no_interval_is_never_stressed_and_says_why() -> None:
-    same = {"resampled": np.zeros(9), "scale": 1.0}
+    same = Estimate(0.0, "1", np.zeros(9), 1.0)
     found = {
-        "a": {"final_loss": Estimate(1.0, "nats"), "grad_norm_mean": Estimate(0.0, "1", **same),
+        "a": {"final_loss": Estimate(1.0, "nats"), "grad_norm_mean": same,
               "tokens_per_s": Estimate(100.0, "tokens/s"), "acceptance_length": Estimate(2.0, "tokens")},
-        "b": {"final_loss": Estimate(9.0, "nats"), "grad_norm_mean": Estimate(0.0, "1", **same),
+        "b": {"final_loss": Estimate(9.0, "nats"), "grad_norm_mean": same,
               "tokens_per_s": Estimate(900.0, "tokens/s"), "acceptance_length": Estimate(7.0, "tokens")},
     }  # fmt: skip
     rows = [{"run_id": name, "name": name} for name in found]
