@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_core.analysis.build_report import build_report, comparisons_note
+from dflash_core.analysis.build_report import build_report
 from dflash_core.analysis.compare import ALL_PAIRS_UP_TO, Estimate, comparison_rows
 from dflash_core.analysis.findings import KINDS
+from dflash_core.analysis.notes import comparisons_note
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.plots.training import loss_plot
 from dflash_core.analysis.report import PlotGroup, Report, to_html, to_markdown
@@ -142,7 +143,10 @@ def test_many_runs_have_a_matrix_and_their_details_folded(runs: list[RunAnalysis
     told = told_findings(many)
     assert told.matrix is not None and told.matrix.header == ["run", "padding"] and len(told.matrix.rows) == 50
     assert told.matrix.rows[0] == ["r0", "strong"] and told.matrix.rows[1] == ["r1", "–"]
-    assert finding_lines(many) == [f"In 10 of 50 runs {KINDS['padding']}: r0, r5, r10, r15 and 6 more."]
+    assert finding_lines(many) == [
+        "In 10 of 50 runs other bucket boundaries would save a little padding: r0, r5, r10, r15, r20, r25, r30, r35 and 2 more "
+        "(share of the variance from the mix: 0.71; 10 strong, 10 weak)."
+    ]
     report = with_findings(report, many)
     shown = texts(to_html(report))
     titles = [folded for _, text, folded in shown if text.startswith("Title r")]

@@ -80,11 +80,19 @@ def test_empty_tables_have_no_plot(runs: list[RunAnalysis]) -> None:
                     "conditional_acceptance"} | ({"run_lengths_step"} & keys)  # fmt: skip
 
 
-def test_the_adjusted_curve_is_drawn_where_it_differs(runs: list[RunAnalysis], drawn: dict[str, Plot]) -> None:
+def test_the_adjusted_curve_is_drawn_where_it_differs(runs: list[RunAnalysis], full: Content, drawn: dict[str, Plot]) -> None:
     names = [trace.name for trace in drawn["loss"].figure.data]
-    assert "diverse, adjusted" in names and "adjusted" in drawn["loss"].caption
+    assert "diverse, adjusted" in names and "Adjusted" in drawn["loss"].caption
+    # It hides no step: behind the raw curves, in a colour that no run has; and only where the mix made a finding.
+    raw = [i for i, trace in enumerate(drawn["loss"].figure.data) if trace.opacity is not None]
+    assert len(raw) == 2 and max(names.index(f"{name}, adjusted") for name in ("diverse", "shuffle")) < min(raw)
+    looks = [drawn["loss"].figure.data[i].line.color for i in (0, 1, *raw)]
+    assert len(set(looks)) == 4 and all(drawn["loss"].figure.data[i].opacity >= 0.7 for i in raw)
+    assert [trace.visible for trace in drawn["loss"].figure.data[:2]] == [True, True]
+    quiet = loss_plot([replace(run, findings=()) for run in full.runs], {}, CONFIG)
+    assert [trace.visible for trace in quiet.figure.data[:2]] == ["legendonly", "legendonly"]
     same = loss_plot(runs, {}, CONFIG)
-    assert not any("adjusted" in (trace.name or "") for trace in same.figure.data) and "adjusted" not in same.caption
+    assert not any("adjusted" in (trace.name or "") for trace in same.figure.data) and "djusted" not in same.caption
 
 
 def test_moments_are_marked_and_the_legend_turns_them_off(full: Content, drawn: dict[str, Plot]) -> None:
@@ -141,7 +149,9 @@ def test_shares_and_dispatch_come_from_the_trained_batches(full: Content, drawn:
     # Three of four batches went to one target: it ends a quarter of all batches above its equal share.
     ends = {trace.name: float(trace.y[-1]) for trace in drawn["dispatch_0"].figure.data}
     assert ends == {"target 0": STEPS, "target 1": -STEPS} and "dispatch_1" not in drawn
-    assert "All targets were given equally many batches at all times in diverse." in build_report(full).notes
+    notes = {group.title: group.notes for group in build_report(full).plots}
+    assert notes["Time and queues"] == ["All targets were given equally many batches in diverse."]
+    assert not any(notes[title] for title in notes if title != "Time and queues")
 
 
 def test_history_of_several_cells_and_without_targets(tmp_path: Path) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 
-from dflash_core.analysis.compare import ALL_PAIRS_UP_TO
 from dflash_core.analysis.history import History
+from dflash_core.analysis.notes import comparison_notes, dispatch_notes, group_notes, no_lengths, warnings
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.plots import Plot, order, pipeline, quality, training
 from dflash_core.analysis.report import PlotGroup, Report
 from dflash_core.analysis.summary import (
-    MAX_COMPARISON_TABLES,
     bucket_table,
     comparison_tables,
     figure_lines,
@@ -28,6 +28,7 @@ from dflash_core.analysis.summary import (
 )
 from dflash_core.analysis.told_findings import finding_lines, told_findings
 from dflash_core.analysis.told_groups import group_lines, group_tables
+from dflash_core.analysis.told_suspects import suspect_lines
 from dflash_core.config import AnalyzeConfig
 
 
@@ -55,13 +56,17 @@ class Content:
     histories: Mapping[str, History] = field(default_factory=dict)
 
 
+TIME_AND_QUEUES = "Time and queues"
+
+
 def build_report(content: Content) -> Report:
     """Everything that `report.html` and `report.md` show."""
     runs, tables = content.runs, content.tables
     facts, rows = [run.facts for run in runs], [run.row for run in runs]
     names = shortened([run.name for run in runs])
     groups = (tables["groups"].to_pylist(), tables["group_comparisons"].to_pylist())
-    head = [*head_lines(facts, rows, content.differences), *group_lines(*groups), *finding_lines(runs)]
+    head = [*head_lines(facts, rows, content.differences), *group_lines(*groups), *finding_lines(runs), *suspect_lines(runs)]
+    side_by_side, comparisons = group_tables(*groups), comparison_tables(rows, content.comparisons)
     dataset = Path(rows[0]["dataset"]).name if rows[0]["dataset"] else "unknown"  # where it lies is in runs.parquet
     return Report(
         title=f"Runs compared: {names}" if len(runs) > 1 else f"Run: {names}",
@@ -72,11 +77,13 @@ def build_report(content: Content) -> Report:
         findings=told_findings(runs),
         differences=content.differences,
         runs=run_table(rows),
-        groups=group_tables(*groups),
-        comparisons=comparison_tables(rows, content.comparisons),
-        buckets=bucket_table(rows, tables["bucket_stats"].to_pylist(), _ranges(content.histogram)),
+        groups=side_by_side,
+        comparisons=comparisons,
+        buckets=bucket_table(rows, tables["bucket_stats"].to_pylist(), _all_ranges(content), no_lengths(rows[0]["dataset"])),
         plots=_plots(content),
-        notes=_notes(content),
+        warnings=warnings(len(runs), groups[0]),
+        group_notes=group_notes(side_by_side),
+        comparison_notes=comparison_notes(comparisons, len(runs)),
     )
 
 
@@ -86,7 +93,6 @@ def _plots(content: Content) -> list[PlotGroup]:
     frame = {
         name: content.tables[name].to_pandas() for name in ("run_lengths", "loss_parts", "run_positions", "waits", "progress")
     }
-    ranges = _ranges(content.histogram)
     lengths = [] if content.histogram is None or content.bins is None else [order.length_plot(content.bins, content.histogram)]
     groups: dict[str, list[Plot | None]] = {
         "Loss and gradient": [
@@ -99,19 +105,23 @@ def _plots(content: Content) -> list[PlotGroup]:
         "Batches and their order": [
             *order.run_length_plots(runs, frame["run_lengths"]),
             *lengths,
-            *order.share_plots(runs, histories, ranges),
+            *order.share_plots(runs, histories, _all_ranges(content)),
         ],
         "Acceptance": [
             training.acceptance_over_training_plot(runs, histories, config),
             *quality.acceptance_plots(runs),
         ],
-        "Time and queues": [
+        TIME_AND_QUEUES: [
             pipeline.wait_plot(runs, frame["waits"]),
             *pipeline.queue_plots(runs),
             *pipeline.dispatch_plots(runs, histories),
         ],
     }
-    shown = [PlotGroup(title, _arranged([plot for plot in plots if plot is not None])) for title, plots in groups.items()]
+    notes = {TIME_AND_QUEUES: _queue_notes(content)}
+    shown = [
+        PlotGroup(title, _arranged([plot for plot in plots if plot is not None]), notes.get(title, ()))
+        for title, plots in groups.items()
+    ]
     return [group for group in shown if group.plots]
 
 
@@ -123,27 +133,30 @@ def _arranged(plots: list[Plot]) -> list[Plot]:
     return wide + narrow
 
 
-def _notes(content: Content) -> list[str]:
-    notes = []
-    if content.histogram is None or content.bins is None:
-        notes.append("The dataset folder has no length histogram, so that plot is left out.")
-    num_runs = len(content.runs)
+def _queue_notes(content: Content) -> list[str]:
     known = [(run.name, content.histories[run.run_id]) for run in content.runs if run.run_id in content.histories]
-    several = [(name, history) for name, history in known if len(history.target_names) > 1]
-    equal = [name for name, history in several if not pipeline.unequal(pipeline.batches_ahead(history))]
-    if equal:
-        notes.append(f"All targets were given equally many batches at all times in {shortened(equal)}.")
+    notes, num_runs = list(dispatch_notes(known)), len(content.runs)
     if num_runs > pipeline.MAX_QUEUE_PLOTS:
         notes.append(f"Queue depths are shown for {pipeline.MAX_QUEUE_PLOTS} of {num_runs} runs.")
-    if num_runs - 1 > MAX_COMPARISON_TABLES:
-        notes.append(comparisons_note(num_runs))
     return notes
 
 
-def comparisons_note(num_runs: int) -> str:
-    """Where to find the comparisons that the page has no room for."""
-    which = "of all pairs" if num_runs <= ALL_PAIRS_UP_TO else "of all runs with the first"
-    return f"Shown are the first {MAX_COMPARISON_TABLES} comparisons; comparisons.parquet holds those {which}."
+def _all_ranges(content: Content) -> dict[str, dict[int, str]]:
+    """The lengths of each bucket by run: of the run's own plan where it names them, else the dataset's."""
+    of_dataset = _ranges(content.histogram)
+    return {run.run_id: _own_ranges(run) or of_dataset for run in content.runs}
+
+
+def _own_ranges(run: RunAnalysis) -> dict[int, str]:
+    """Where the boundaries were given as lengths and not as a method that finds them."""
+    upper = run.facts.setting("bucketing.boundaries")
+    if not isinstance(upper, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in upper):
+        return {}
+    return {bucket: _range(low, high) for bucket, (low, high) in enumerate(pairwise([0, *upper]))}
+
+
+def _range(lower: int, upper: int) -> str:
+    return f"{lower + 1:,}–{upper:,}"
 
 
 def _ranges(histogram: pd.DataFrame | None) -> dict[int, str]:
@@ -151,4 +164,4 @@ def _ranges(histogram: pd.DataFrame | None) -> dict[int, str]:
     if histogram is None or "bucket" not in histogram:
         return {}
     edges = zip(*(histogram[name].astype(int).tolist() for name in ("bucket", "lower", "upper")), strict=True)
-    return {bucket: f"{lower + 1:,}–{upper:,}" for bucket, lower, upper in edges}
+    return {bucket: _range(lower, upper) for bucket, lower, upper in edges}

@@ -27,6 +27,8 @@ a { color: var(--accent); }
 .soft { color: var(--soft); font-size: .9rem; margin: 0 0 12px; }
 .state { border-left: 4px solid var(--accent); background: var(--card); padding: 8px 12px; margin: 8px 0;
   border-radius: 0 8px 8px 0; }
+.caution { border-left-color: var(--moderate); }
+.beneath { margin: 8px 0 0; }
 nav { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 12px 0; font-size: .95rem; }
 section, figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px; margin: 16px 0; }
 .plots { display: grid; grid-template-columns: minmax(0, 1fr); gap: 16px; margin: 12px 0 16px; }
@@ -139,6 +141,7 @@ PAGE = """<!doctype html>
 {% endfor %}</tr>
 {% endfor %}</tbody>
 </table></div>
+{% if table.note %}<p class="soft beneath">{{ table.note }}</p>{% endif %}
 {% endmacro %}
 {% macro finding(one) %}
 <div class="finding {{ one.strength }}">
@@ -153,11 +156,20 @@ PAGE = """<!doctype html>
 <pre><code>{{ one.query }}</code></pre></details>
 </div>
 {% endmacro %}
+{% macro together(one) %}
+<div class="finding {{ one.strength }}">
+<h4><span class="badge {{ one.strength }}">{{ one.strength }}</span>{{ one.title }}</h4>
+<p>{{ one.figure }} Runs: {{ one.runs }}.</p>
+<p>{{ one.text }}</p>
+{% for line in one.advice %}<p class="advice">{{ line }}</p>{% endfor %}
+</div>
+{% endmacro %}
 <main>
 <header>
 <h1>{{ report.title }}</h1>
 <p class="soft">{{ report.subtitle }}</p>
 {% for line in report.states %}<p class="state" role="status">{{ line }}</p>{% endfor %}
+{% for line in report.warnings %}<p class="state caution" role="note">{{ line }}</p>{% endfor %}
 </header>
 {% if report.differences %}
 <section class="warning"><h2>Not comparable as they are</h2>
@@ -172,6 +184,9 @@ PAGE = """<!doctype html>
  Looked for: {{ told.looked_for | join("; ") }}. <span class="soft">{{ quiet_note }}</span></p>
 {% endif %}
 {% if told.matrix %}{{ show(told.matrix, true) }}{% endif %}
+{% if told.together %}<h3>{{ together_title }}</h3>
+{% for one in told.together %}{{ together(one) }}{% endfor %}
+<h3>Each run by itself</h3>{% endif %}
 {% for run in told.runs %}
 {% if told.folded %}<details><summary>{{ run.name }}: {{ run.findings | length }}</summary>
 <h3>{{ run.name }}</h3>{% else %}<h3>{{ run.name }}</h3>{% endif %}
@@ -183,16 +198,18 @@ PAGE = """<!doctype html>
 {% if told.looked_for %}<details><summary>Looked for and not found</summary>
 <ul>{% for line in told.looked_for %}<li>{{ line }}</li>{% endfor %}</ul><p class="soft">{{ quiet_note }}</p></details>{% endif %}
 {% endif %}
-{% if told.suspects %}<h3>The usual suspects</h3><ul>
+{% if told.suspects %}<h3>{{ suspects_title }}</h3><ul>
 {% for name, lines in told.suspects %}{% for line in lines %}<li>{{ name }}. {{ line }}</li>{% endfor %}{% endfor %}
 </ul>{% endif %}
+{% if told.reading %}<details><summary>{{ reading_title }}</summary>
+<ul>{% for line in told.reading %}<li>{{ line }}</li>{% endfor %}</ul></details>{% endif %}
 </section>
 {% if report.figures %}
 <section><h2>In figures</h2><ul>{% for line in report.figures %}<li>{{ line }}</li>{% endfor %}</ul></section>
 {% endif %}
 <section id="runs"><h2>Runs</h2>{{ show(report.runs) }}</section>
 {% if report.groups %}
-<section id="groups"><h2>Groups of runs</h2><p class="soft">{{ groups_note }}</p>
+<section id="groups"><h2>Groups of runs</h2>{% for note in report.group_notes %}<p class="soft">{{ note }}</p>{% endfor %}
 {% for table in report.groups %}<h3>{{ table.title }}</h3>{{ show(table) }}{% endfor %}</section>
 {% endif %}
 {% for group in report.plots %}
@@ -205,10 +222,11 @@ PAGE = """<!doctype html>
  style="height: {{ plot.figure.layout.height }}px"></div></figure>
 {% endfor %}
 </div>
+{% for note in group.notes %}<p class="soft">{{ note }}</p>{% endfor %}
 {% endfor %}
-{% for note in report.notes %}<p class="soft">{{ note }}</p>{% endfor %}
 {% if report.comparisons %}
-<section id="comparisons"><h2>Comparisons</h2><p class="soft">{{ bold_note }}</p>
+<section id="comparisons"><h2>Comparisons</h2>
+{% for note in report.comparison_notes %}<p class="soft">{{ note }}</p>{% endfor %}
 {% for table in report.comparisons %}<h3>{{ table.title }}</h3>{{ show(table) }}{% endfor %}</section>
 {% endif %}
 <section id="buckets"><h2>Buckets</h2>{{ show(report.buckets) }}</section>

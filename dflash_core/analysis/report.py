@@ -14,17 +14,10 @@ from dflash_core.analysis.page import PAGE, SCRIPT, STYLE
 from dflash_core.analysis.plots import Plot
 from dflash_core.analysis.summary import Table
 from dflash_core.analysis.told_findings import NOTHING, ToldFinding, ToldFindings
+from dflash_core.analysis.told_many import ToldTogether
 
-BOLD_NOTE = (
-    "Bold: the interval of the difference excludes zero. Intervals cover the noise between the steps of these runs (circular "
-    "block bootstrap), not the choice of the seed. Effect: the difference in standard deviations of the step noise (sd), or the "
-    "ratio of the two values (×)."
-)
-GROUPS_NOTE = (
-    "A group: runs whose configurations differ in nothing but seeds. Each run is one value, so these intervals cover what "
-    "another seed would change (Student's t). Bold: the interval of the difference excludes zero. Effect: the difference in "
-    "standard deviations between runs of a group (sd)."
-)
+TOGETHER_TITLE = "All runs together"
+SUSPECTS, READING_TITLE = "The usual suspects", "How to read these findings"
 QUIET_NOTE = "A kind that needs more steps, or rows that were not recorded, says nothing."
 # An artifact is read in passing: of each run the strongest, the rest is in the page.
 MAX_MARKDOWN_FINDINGS = 6
@@ -32,10 +25,11 @@ MAX_MARKDOWN_FINDINGS = 6
 
 @dataclass(frozen=True)
 class PlotGroup:
-    """Plots under a common heading."""
+    """Plots under a common heading; `notes` stand beneath them."""
 
     title: str
     plots: Sequence[Plot]
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,8 @@ class Report:
         states: of the runs that have not completed, a line each.
         head: what the report is about and what was found, a few lines.
         figures: the most important figures in words.
+        warnings: what must be known before any difference is read.
+        group_notes, comparison_notes: how to read these tables; they stand above them.
     """
 
     title: str
@@ -60,11 +56,13 @@ class Report:
     comparisons: Sequence[Table]
     buckets: Table
     plots: Sequence[PlotGroup]
-    notes: Sequence[str]
+    warnings: Sequence[str] = ()
+    group_notes: Sequence[str] = ()
+    comparison_notes: Sequence[str] = ()
 
     @property
     def summary(self) -> list[str]:
-        return [*self.head, *self.figures]
+        return [*self.head, *self.warnings, *self.figures]
 
 
 def to_html(report: Report) -> str:
@@ -79,8 +77,9 @@ def to_html(report: Report) -> str:
         sections=list(_sections(report)),
         nothing=NOTHING,
         quiet_note=QUIET_NOTE,
-        bold_note=BOLD_NOTE,
-        groups_note=GROUPS_NOTE,
+        suspects_title=SUSPECTS,
+        together_title=TOGETHER_TITLE,
+        reading_title=READING_TITLE,
         style=Markup(STYLE),  # noqa: S704 - our own text
         script=Markup(SCRIPT),  # noqa: S704 - our own text
         figures=Markup("{" + figures + "}"),  # noqa: S704 - JSON without "<", made above
@@ -104,32 +103,50 @@ def _sections(report: Report) -> Iterator[tuple[str, str]]:
 def to_markdown(report: Report) -> str:
     """The summary, the findings and the tables, for a place that shows Markdown."""
     parts = [f"# {_plain(report.title)}", _plain(report.subtitle)]
-    parts += [f"**{_plain(line)}**" for line in report.states]
+    parts += [f"**{_plain(line)}**" for line in [*report.states, *report.warnings]]
     if report.differences:
         parts += ["**Not comparable as they are**", _bullets(report.differences)]
     parts += ["## Summary", _bullets(report.head)]
     parts += ["## Findings", *_findings(report.findings)]
     if report.figures:
         parts += ["## In figures", _bullets(report.figures)]
-    parts += ["## Runs", _table(report.runs)]
+    parts += ["## Runs", *_tables([report.runs])]
     if report.groups:
-        parts += ["## Groups of runs", _plain(GROUPS_NOTE)]
-    for table in report.groups:
-        parts += [f"### {_plain(table.title)}", _table(table)]
-    for table in report.comparisons:
-        parts += [f"## {_plain(table.title)}", _table(table), "Bold: the 95 % interval of the difference excludes zero."]
-    parts += ["## Buckets", _table(report.buckets)]
-    parts += [_plain(note) for note in report.notes]
+        parts += ["## Groups of runs", *map(_plain, report.group_notes), *_tables(report.groups)]
+    if report.comparisons:
+        parts += ["## Comparisons", *_comparisons(report)]
+    for group in report.plots:
+        if group.notes:
+            parts += [f"## {_plain(group.title)}", "The plots are in report.html.", *map(_plain, group.notes)]
+    parts += ["## Buckets", *_tables([report.buckets])]
     return "\n\n".join(parts) + "\n"
 
 
+def _comparisons(report: Report) -> Iterator[str]:
+    """Of runs that are in groups, no one reads the single ones against each other in passing."""
+    if report.groups and report.findings.is_of_many:
+        yield "Single runs against each other are in report.html and comparisons.parquet; groups of runs, above, say more."
+    else:
+        yield from map(_plain, report.comparison_notes)
+        yield from _tables(report.comparisons)
+
+
+def _tables(tables: Sequence[Table]) -> Iterator[str]:
+    for table in tables:
+        yield from [f"### {_plain(table.title)}"] if table.title else []
+        yield _table(table)
+        yield from [_plain(table.note)] if table.note else []
+
+
 def _findings(told: ToldFindings) -> Iterator[str]:
-    """The strongest of each run; of many runs the matrix only."""
+    """The strongest of each run; of many runs those of a kind together."""
     if not told.runs:
         yield f"{NOTHING} Looked for: {_plain('; '.join(told.looked_for))}. {QUIET_NOTE}"
     elif told.matrix is not None:
         yield _table(told.matrix)
-        yield "Each finding with its evidence is in report.html and findings.parquet."
+        yield f"### {TOGETHER_TITLE}"
+        yield "\n".join(map(_together, told.together))
+        yield "Each finding of each run with its evidence is in report.html and findings.parquet."
     else:
         for run in told.runs:
             shown = run.findings[:MAX_MARKDOWN_FINDINGS]
@@ -140,7 +157,17 @@ def _findings(told: ToldFindings) -> Iterator[str]:
         if told.quiet:
             yield f"{NOTHING[:-1]} in {_plain(', '.join(told.quiet))}."
     if told.suspects:
+        yield f"### {SUSPECTS}"
         yield _bullets([f"{name}. {line}" for name, lines in told.suspects for line in lines])
+    if told.reading:
+        yield f"### {READING_TITLE}"
+        yield _bullets(told.reading)
+
+
+def _together(one: ToldTogether) -> str:
+    advice = " ".join(f"*{_plain(line)}*" for line in one.advice)
+    told = f"{_plain(one.figure)} Runs: {_plain(one.runs)}. {_plain(one.text)} {advice}"
+    return f"- **{_plain(one.strength)}: {_plain(one.title)}** {told}"
 
 
 def _finding(one: ToldFinding) -> str:

@@ -36,8 +36,13 @@ LABELS = {
     "target_wait_share": "drafter waited for targets",
     "loss_at_equal_anchors": "loss at equal anchors seen",
     "expected_acceptance_at_equal_anchors": "expected acceptance length at equal anchors seen",
-    "loss_composition_share": "share of the loss variance from the bucket mix",
+    "loss_composition_share": "the bucket mix's part of the whole loss variance, trend included",
 }
+# Metrics that are a mean or a scatter over steps, and so have an interval of their own; all others are one number per run.
+OVER_STEPS = (
+    "final_loss", "loss_sd_detrended", "grad_norm_mean", "grad_norm_sd_detrended", "loss_at_equal_anchors",
+    "expected_acceptance_at_equal_anchors",
+)  # fmt: skip
 # Differences that the summary puts in words, when they have an interval.
 TOLD = ("final_loss", "loss_sd_detrended", "grad_norm_mean", "grad_norm_sd_detrended")
 SHOWN_SETTINGS = 6
@@ -48,12 +53,14 @@ MAX_STATES = 8
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts: the first column names the row, `bold` holds the numbers of rows to stress."""
+    """A table of texts: the first column names the row, `bold` holds the numbers of rows to stress, and
+    `note` stands beneath it."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
     bold: frozenset[int] = frozenset()
+    note: str = ""
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -155,7 +162,7 @@ def _lines_for_many(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"Inside an epoch, the longest run of batches from one bucket is the shortest possible in {len(best)} of {len(rows)} runs"
         f"{': ' + shortened(best) if best else ''}; the longest of all, {number(worst['longest_run_in_epoch'])} batches, "
-        f"is in {worst['name']}, where random shuffling gives {shuffled}."
+        f"is in {worst['name']}, where shuffling every epoch at random gives {shuffled} (median)."
     ]
     known = sorted((row for row in rows if row["acceptance_length"] is not None), key=lambda row: row["acceptance_length"])
     if known:
@@ -167,19 +174,18 @@ def _lines_for_many(rows: Sequence[Row]) -> list[str]:
     wrong = [row["name"] for row in rows if row["lossless"] is False]
     if wrong:
         lines.append(f"THE OUTPUT DIFFERS from plain greedy decoding in {shortened(wrong)}.")
-    lines.append(f"The tables below compare each run with the first, {rows[0]['name']}.")
     return lines
 
 
 def _order_line(row: Row) -> str:
     longest, bound = row["longest_run_in_epoch"], row["shortest_possible_longest_run"]
     low, high = number(row["shuffled_longest_run_p05"]), number(row["shuffled_longest_run_p95"])
-    shuffled = number(row["shuffled_longest_run_median"]) + (f" ({low} to {high})" if low != high else "")
+    shuffled = number(row["shuffled_longest_run_median"]) + (f" ({low} to {high} in 90 of 100 shuffles)" if low != high else "")
     verdict = "which is the shortest possible" if longest == bound else f"the shortest possible is {bound}"
     joined = f" Where two epochs meet, runs joined to {row['longest_run']}." if row["longest_run"] > longest else ""
     return (
         f"{row['name']}: inside an epoch, the longest run of batches from one bucket is {longest}, {verdict}; "
-        f"random shuffling of the same batches gives {shuffled}.{joined}"
+        f"shuffling every epoch at random gives {shuffled} as the longest of all epochs.{joined}"
     )
 
 
@@ -196,15 +202,24 @@ def _acceptance_line(row: Row) -> str | None:
 
 
 def _difference_lines(first: Row, other: Row, comparisons: Sequence[Row]) -> list[str]:
-    lines = []
+    """A line for each difference that stands out from the noise between steps, and one for all that do not."""
+    lines, noise = [], []
     for metric in TOLD:
         row = find(comparisons, metric, first["run_id"], other["run_id"])
         if row is None or row["ci_low"] is None:
             continue
         change = f"{number(row['value_a'])} -> {number(row['value_b'])}"
-        interval = f"95 % interval of the difference {signed(row['ci_low'])} to {signed(row['ci_high'])}"
-        verdict = "" if excludes_zero(row) else "; no difference that stands out from the noise between steps"
-        lines.append(f"{LABELS[metric]}, {first['name']} -> {other['name']}: {change} ({interval}{verdict}).")
+        ends = f"{signed(row['ci_low'])} to {signed(row['ci_high'])}"
+        if excludes_zero(row):
+            interval = f"95 % interval of the difference {ends}, over the noise between steps"
+            lines.append(f"{LABELS[metric]}, {first['name']} -> {other['name']}: {change} ({interval}).")
+        else:
+            noise.append(f"{LABELS[metric]} {change} ({ends})")
+    if noise:
+        lines.append(
+            f"{first['name']} -> {other['name']}, no difference that stands out from the noise between steps (95 % interval of "
+            f"the difference): {'; '.join(noise)}."
+        )
     return lines
 
 
@@ -222,7 +237,7 @@ def run_table(rows: Sequence[Row]) -> Table:
             "longest bucket run in an epoch / shortest possible",
             lambda r: f"{r['longest_run_in_epoch']} / {r['shortest_possible_longest_run']}",
         ),
-        ("longest run if shuffled, median", lambda r: number(r["shuffled_longest_run_median"])),
+        ("longest run in an epoch if shuffled, median", lambda r: number(r["shuffled_longest_run_median"])),
         ("gradient norm, median", lambda r: number(r["grad_norm_median"])),
         ("gradient norm, 95th percentile", lambda r: number(r["grad_norm_p95"])),
         ("padding efficiency", lambda r: number(r["padding_efficiency"])),
@@ -263,7 +278,7 @@ def comparison_tables(rows: Sequence[Row], comparisons: Sequence[Row]) -> list[T
                 number(c["value_a"]),
                 number(c["value_b"]),
                 signed(c["difference"]),
-                between(c["ci_low"], c["ci_high"], signed),
+                _interval(c),
                 effect(c),
             ]
             for c in found
@@ -274,6 +289,12 @@ def comparison_tables(rows: Sequence[Row], comparisons: Sequence[Row]) -> list[T
     return tables
 
 
+def _interval(row: Row) -> str:
+    if row["ci_low"] is None:
+        return "too few steps" if row["metric"] in OVER_STEPS else "one run each"
+    return between(row["ci_low"], row["ci_high"], signed)
+
+
 def effect(row: Row) -> str:
     """The effect size of a row of `comparisons` or `group_comparisons`."""
     if row["effect_size"] is None:
@@ -281,14 +302,21 @@ def effect(row: Row) -> str:
     return f"×{exp(row['effect_size']):.2f}" if row["effect_kind"] == "log ratio" else f"{row['effect_size']:+.2f} sd"
 
 
-def bucket_table(rows: Sequence[Row], bucket_stats: Sequence[Row], ranges: Mapping[int, str]) -> Table:
-    """One row per run and bucket. `ranges` gives the lengths of a bucket, where the dataset tells them."""
+def bucket_table(
+    rows: Sequence[Row], bucket_stats: Sequence[Row], ranges: Mapping[str, Mapping[int, str]], why_not: str
+) -> Table:
+    """One row per run and bucket.
+
+    Args:
+        ranges: by run id the lengths of each bucket, where they are known.
+        why_not: stands beneath where they are not known.
+    """
     names = {row["run_id"]: row["name"] for row in rows}
     body = [
         [
             names[b["run_id"]],
             str(b["bucket"]),
-            ranges.get(b["bucket"], "–"),
+            ranges.get(b["run_id"], {}).get(b["bucket"], "–"),
             number(b["num_batches"]),
             _percent(b["batch_share"]),
             _percent(b["token_share"]),
@@ -297,9 +325,8 @@ def bucket_table(rows: Sequence[Row], bucket_stats: Sequence[Row], ranges: Mappi
         ]
         for b in bucket_stats
     ]
-    return Table(
-        ["run", "bucket", "lengths, tokens", "batches", "of batches", "of tokens", "padding efficiency", "mean loss, nats"], body
-    )
+    header = ["run", "bucket", "lengths, tokens", "batches", "of batches", "of tokens", "padding efficiency", "mean loss, nats"]
+    return Table(header, body, note=why_not if any(row[2] == "–" for row in body) else "")
 
 
 def _hundredths(value: float | None) -> str:

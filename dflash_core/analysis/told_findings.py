@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_core.analysis.findings.finding import KINDS, STRENGTHS, Finding
+from dflash_core.analysis.notes import reading_notes
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.summary import FEW_RUNS, Table, number
 from dflash_core.analysis.tables import STREAMS
+from dflash_core.analysis.told_many import ToldTogether, lines_of_many, told_together
+from dflash_core.analysis.told_suspects import told_suspects
 
 NOTHING = "Nothing stood out."
 MAX_TITLES = 3
@@ -49,7 +52,9 @@ class ToldFindings:
         looked_for: what each kind that was not found in any run says.
         matrix: runs by kinds, of many runs only.
         is_running: a run has not ended, so more may come.
-        suspects: what checkpoints and the like do to the loss, a sentence each, by run; of few runs only.
+        suspects: what checkpoints and the like do to the loss, a sentence each, by run; of many runs by event.
+        together: the findings of all runs by kind, of many runs only.
+        reading: how to read the kinds that there are.
     """
 
     runs: Sequence[ToldRun]
@@ -58,6 +63,13 @@ class ToldFindings:
     matrix: Table | None
     is_running: bool
     suspects: Sequence[tuple[str, Sequence[str]]] = ()
+    num_runs: int = 1
+    together: Sequence[ToldTogether] = ()
+    reading: Sequence[str] = ()
+
+    @property
+    def is_of_many(self) -> bool:
+        return self.num_runs > FEW_RUNS
 
     @property
     def folded(self) -> bool:
@@ -73,12 +85,11 @@ def told_findings(runs: Sequence[RunAnalysis]) -> ToldFindings:
         looked_for=[says for kind, says in KINDS.items() if kind not in found],
         matrix=_matrix(runs, [kind for kind in KINDS if kind in found]) if len(runs) > FEW_RUNS and found else None,
         is_running=any(run.row["state"] == "running" for run in runs),
-        suspects=_suspects(runs) if len(runs) <= FEW_RUNS else (),
+        suspects=told_suspects(runs),
+        num_runs=len(runs),
+        together=told_together(runs) if len(runs) > FEW_RUNS else (),
+        reading=reading_notes(runs),
     )
-
-
-def _suspects(runs: Sequence[RunAnalysis]) -> list[tuple[str, list[str]]]:
-    return [(run.name, [one.sentence() for one in run.cleared]) for run in runs if run.cleared]
 
 
 def told_finding(run: RunAnalysis, finding: Finding) -> ToldFinding:
@@ -135,16 +146,13 @@ def value_text(value: Any) -> str:
 
 
 def finding_lines(runs: Sequence[RunAnalysis]) -> list[str]:
-    """For the summary: a line per run while they are few, else one per kind."""
-    if len(runs) <= FEW_RUNS:
-        return [f"{run.name}: {_titles(run.findings)}." for run in runs if run.findings]
-    lines = []
-    for kind in KINDS:
-        names = [run.name for run in runs if any(finding.kind == kind for finding in run.findings)]
-        if names:
-            more = f" and {len(names) - FEW_RUNS} more" if len(names) > FEW_RUNS else ""
-            lines.append(f"In {len(names)} of {len(runs)} runs {KINDS[kind]}: {', '.join(names[:FEW_RUNS])}{more}.")
-    return lines
+    """For the summary: a line per run while they are few, else one per kind. Runs without findings are named where others have
+    some."""
+    if len(runs) > FEW_RUNS:
+        return lines_of_many(runs)
+    lines = [f"{run.name}: {_titles(run.findings)}." for run in runs if run.findings]
+    quiet = [run.name for run in runs if not run.findings]
+    return [*lines, f"{', '.join(quiet)}: {NOTHING[0].lower()}{NOTHING[1:]}"] if lines and quiet else lines
 
 
 def _titles(findings: Sequence[Finding]) -> str:

@@ -40,7 +40,12 @@ LEVELS = {
         "Bucket runs in the order of training",
     ),
     "cell": ("consecutive batches of one length bucket, as one drafter sees them", "batches", "Bucket runs as a cell sees them"),
-    "step": ("consecutive optimizer steps that lean to the same bucket", "steps", "Bucket runs of whole steps"),
+    "step": (
+        "consecutive optimizer steps that lean to the same bucket (hold more than one batch above the bucket's quota, or no "
+        "other bucket)",
+        "steps",
+        "Bucket runs of whole steps",
+    ),
 }
 
 
@@ -154,8 +159,10 @@ def _bounds(runs: Sequence[RunAnalysis], longest: int) -> tuple[list[dict[str, A
     return lines, names, sentence, max(bounds[-1] + 0.5, typical)
 
 
-def share_plots(runs: Sequence[RunAnalysis], histories: Mapping[str, History], ranges: Mapping[int, str]) -> list[Plot]:
-    """Bucket shares over time, one plot per run, of the first few runs whose history is known."""
+def share_plots(
+    runs: Sequence[RunAnalysis], histories: Mapping[str, History], ranges: Mapping[str, Mapping[int, str]]
+) -> list[Plot]:
+    """Bucket shares over time, one plot per run, of the first few runs whose history is known. `ranges`: lengths by run id."""
     found = [(run, histories[run.run_id]) for run in runs if run.run_id in histories][:MAX_SHARE_PLOTS]
     plots = []
     for number, (run, history) in enumerate(found):
@@ -163,10 +170,10 @@ def share_plots(runs: Sequence[RunAnalysis], histories: Mapping[str, History], r
         if len(counts) < 2 or counts.shape[1] < 2:
             continue
         shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-        figure = go.Figure()
+        figure, lengths = go.Figure(), ranges.get(run.run_id, {})
         for bucket in range(counts.shape[1]):
             shade = ordered_colour(bucket, counts.shape[1])
-            name = f"{bucket}: {ranges[bucket]}" if bucket in ranges else f"bucket {bucket}"
+            name = f"{bucket}: {lengths[bucket]}" if bucket in lengths else f"bucket {bucket}"
             hover = f"steps around %{{x:.0f}}: %{{y:.1%}}<extra>{name}</extra>"
             style = {"mode": "lines", "line": {"width": 0.5, "color": shade}, "fillcolor": shade, "stackgroup": "one"}
             figure.add_scatter(x=small(history.steps), y=small(shares[:, bucket]), name=name, hovertemplate=hover, **style)
@@ -174,8 +181,8 @@ def share_plots(runs: Sequence[RunAnalysis], histories: Mapping[str, History], r
         in_order = {"traceorder": "normal"}
         lay_out(figure, "optimizer step", "share of the batches", height=300, yaxis=shares_axis, legend=in_order)
         width = history.steps[1] - history.steps[0]
-        lengths = " (lengths in tokens)" if ranges else ""
-        caption = f"Batches of each bucket{lengths} among those of {width:.0f} steps; level borders: an even mix."
+        unit = " (lengths in tokens)" if lengths else ""
+        caption = f"Batches of each bucket{unit} among those of {width:.0f} steps; level borders: an even mix."
         plots.append(Plot(f"shares_{number}", f"Bucket shares over time: {run.name}", caption, figure))
     return plots
 

@@ -55,7 +55,9 @@ def loss_parts_plot(runs: Sequence[RunAnalysis], parts: pd.DataFrame) -> Plot | 
     names = {run.run_id: run.name for run in runs}
     figure = _bars(names, known, list(dict.fromkeys(parts["part"])), "share of the loss variance", _intervals(parts))
     caption = (
-        "The variance of the loss by cause; a large part from the mix of buckets means that the fluff is not training noise."
+        "The variance of the loss by cause, behind the first tenth of the steps. Fluff is what the trend is not; where the mix "
+        "of buckets is a large part of that, the fluff is not training noise. These shares count the trend in; those of the "
+        "findings do not."
     )
     return Plot("loss_parts", "What the loss scatter is made of", caption, figure)
 

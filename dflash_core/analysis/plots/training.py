@@ -15,8 +15,10 @@ from dflash_core.analysis.plots.figure import (
     Line,
     Plot,
     Style,
+    colour,
     draw_lines,
     horizontal_line,
+    label,
     lay_out,
     median_at,
     points_per_trace,
@@ -41,13 +43,16 @@ from dflash_core.config import AnalyzeConfig
 
 Histories = Mapping[str, History]
 USUAL_QUANTILE = 0.97
+# Of single steps: enough to be seen beside their median and an adjusted curve.
+RAW_OPACITY = 0.75
 
 
 def loss_plot(runs: Sequence[RunAnalysis], histories: Histories, config: AnalyzeConfig) -> Plot:
-    """The composition-adjusted curve is drawn where it was computed, which is where it differs from the loss."""
+    """The composition-adjusted curve is drawn where it was computed, which is where it differs from the loss: in a colour
+    of its own and behind the raw steps, so that it hides none of them. Of runs whose mix makes no finding the legend has it."""
     width, figure, style = config.smoothing_steps, go.Figure(), styles(runs)
+    adjusted = _draw_adjusted(figure, runs)
     _draw_series(figure, runs, style, "loss", width)
-    adjusted = _draw_adjusted(figure, runs, style, width)
     marked = draw_findings(figure, runs, style, "loss", LOSS_KINDS)
     marks = moments(runs, histories)
     draw_moments(figure, marks)
@@ -55,7 +60,8 @@ def loss_plot(runs: Sequence[RunAnalysis], histories: Histories, config: Analyze
     caption = f"{_how(runs, width)} The scatter around the median is the fluff."
     if adjusted:
         caption += (
-            " Dashed (adjusted): the loss without what the mix of buckets explains; where it is calm, the mix made the fluff."
+            " Adjusted, behind them: each step without what its mix of buckets explains; what sticks out of it is what the mix "
+            "made. The legend turns curves on and off."
         )
     caption += (" Crosses: steps that a finding names." if marked else "") + moments_sentence(marks)
     losses = np.concatenate([numbers(run.curves, "loss") for run in runs])
@@ -63,8 +69,9 @@ def loss_plot(runs: Sequence[RunAnalysis], histories: Histories, config: Analyze
     if len(losses):
         # The first steps of an untrained draft are many times what follows and would flatten the rest of the curve.
         usual, highest = float(np.quantile(losses, USUAL_QUANTILE)) * 1.15, float(losses.max())
+        lowest = float(losses.min())
         if highest > 1.5 * usual:
-            figure.update_layout(yaxis={"range": [0, usual]})
+            figure.update_layout(yaxis={"range": [min(0.0, lowest) if lowest < usual / 10 else 0.9 * lowest, usual]})
             caption += f" The highest steps reach {highest:.3g} and leave the plot."
     return Plot("loss", "Loss", caption, figure, wide=True)
 
@@ -136,7 +143,7 @@ def _draw_series(
         y = np.where(np.isfinite(y), y, np.nan)
         if raw and len(runs) <= MAX_RAW_SERIES:
             thin_x, thin_y = thin(x, y, most)
-            faint = {"line": {"color": look.colour, "width": 1}, "opacity": 0.35, "hoverinfo": "skip", "showlegend": False}
+            faint = {"line": {"color": look.colour, "width": 1}, "opacity": RAW_OPACITY, "hoverinfo": "skip", "showlegend": False}
             figure.add_scatter(x=whole(thin_x), y=small(thin_y), mode="lines", legendgroup=look.group, **faint)
         stride = -(-len(x) // most)
         lines.append(Line(look, run.name, whole(x[::stride]), median_at(y, width, stride)))
@@ -144,17 +151,19 @@ def _draw_series(
     draw_lines(figure, lines, "step %{x}: %{y:.4g}", mode="lines", line={"width": thick})
 
 
-def _draw_adjusted(figure: go.Figure, runs: Sequence[RunAnalysis], style: Sequence[Style], width: int) -> bool:
-    """Dashed, as single steps while the runs are few; returns whether there was one."""
+def _draw_adjusted(figure: go.Figure, runs: Sequence[RunAnalysis]) -> bool:
+    """As single steps while the runs are few, each in a colour that no run has; returns whether there was one."""
     found = False
     if len(runs) > MAX_RAW_SERIES:
         return False
-    for run, look in zip(runs, style, strict=True):
+    for number, run in enumerate(runs):
         loss, adjusted = numbers(run.curves, "loss"), numbers(run.curves, "loss_adjusted")
         if np.isfinite(adjusted).any() and not np.array_equal(loss, adjusted, equal_nan=True):
             x, y = thin(numbers(run.curves, "step"), adjusted, points_per_trace(len(runs)))
-            line = {"color": look.colour, "width": 1.5, "dash": "dash"}
-            figure.add_scatter(x=whole(x), y=small(y), mode="lines", name=f"{look.name}, adjusted", line=line, hoverinfo="skip")
+            line = {"color": colour(len(runs) + number), "width": 1.5}
+            name = f"{label(run.name)}, adjusted"
+            shown = True if any(one.kind == "loss_composition" for one in run.findings) else "legendonly"
+            figure.add_scatter(x=whole(x), y=small(y), mode="lines", name=name, line=line, hoverinfo="skip", visible=shown)
             found = True
     return found
 
