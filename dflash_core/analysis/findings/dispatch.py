@@ -18,8 +18,9 @@ from numpy.random import Generator
 
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.findings.pipeline_rows import RESAMPLES, column, lists, plain
+from dflash_core.analysis.intervals import MIN_STEPS_FOR_INTERVAL
 from dflash_core.analysis.runs import Run
-from dflash_core.analysis.series import MIN_STEPS_FOR_INTERVAL, BoolArray, FloatArray, block_bootstrap
+from dflash_core.analysis.series import BoolArray, FloatArray, resampled_means
 from dflash_core.config import Dispatch
 from dflash_core.pipeline.dispatch import PRIVATE
 
@@ -169,7 +170,8 @@ def _while_dispatching(num_batches: FloatArray, cell: FloatArray, attempt: Float
 def spread_of(values: FloatArray, rng: Generator) -> Spread | None:
     """The spread of the queues' means, with the interval of a block bootstrap over snapshots.
 
-    Depths wander, so snapshots close to each other say the same; blocks keep that. None for fewer than 20 snapshots.
+    Depths wander, so snapshots close to each other say the same; blocks keep that. None for fewer than 20 snapshots, or
+    where they are worth too few independent ones.
     """
     values = values[np.isfinite(values).all(axis=1)]
     values = values[:: ceil(max(1, len(values)) / MOST_SNAPSHOTS)]
@@ -177,10 +179,10 @@ def spread_of(values: FloatArray, rng: Generator) -> Spread | None:
         return None
     means = values.mean(axis=0)
     deepest, shallowest = int(means.argmax()), int(means.argmin())
-    drawn = block_bootstrap(values[:, deepest] - values[:, shallowest], rng, RESAMPLES)
+    drawn = resampled_means(values[:, deepest] - values[:, shallowest], rng, RESAMPLES)
     if drawn is None:
         return None
-    low, high = np.quantile(drawn.mean, [0.025, 0.975])
+    low, high = np.quantile(drawn, [0.025, 0.975])
     return Spread(float(np.ptp(means)), float(low), float(high), deepest, shallowest)
 
 
