@@ -36,10 +36,17 @@ STEPS_PER_DEGREE, MAX_DEGREE = 100, 5
 
 @dataclass(frozen=True)
 class MeanError:
-    """Standard error of a mean, the degrees of freedom that it is known with, and how many independent steps would say as much
-    as the autocorrelated ones do."""
+    """How uncertain a mean is.
+
+    Args:
+        error: standard error.
+        white: what it would be if the steps were independent.
+        free: degrees of freedom that `error` is known with.
+        independent: how many independent steps would say as much as the autocorrelated ones do.
+    """
 
     error: float
+    white: float
     free: float
     independent: float
 
@@ -50,8 +57,9 @@ class MeanError:
 
     @property
     def half(self) -> float:
-        """Half the width of the 95 % interval."""
-        return student(self.free) * self.error
+        """Half the width of the 95 % interval: Student's, and at least that of independent steps, for of a short series the few
+        cosines may all be small by luck."""
+        return max(student(self.free) * self.error, NORMAL_95 * self.white)
 
 
 def student(free: float) -> float:
@@ -92,14 +100,19 @@ def mean_error(values: FloatArray, degree: int = 0) -> MeanError | None:
     noise = without_polynomial(values[: num_pieces * per_piece].reshape(num_pieces, per_piece).mean(axis=1), degree)
     power = float(noise @ noise)
     if power <= 1e-18 * float(values @ values):  # rounding
-        return MeanError(0.0, inf, float(len(values)))
+        return MeanError(0.0, 0.0, inf, float(len(values)))
     memory = _memory(noise, power, degree)
     white = noise[1:] - memory * noise[:-1]
     independent = num_pieces * (1 - memory) / (1 + memory)
     strength = _cosines(white, degree)
     uncertainty = 2 / len(strength) + (4 / independent if memory > 0 else 0.0)
     variance = float(strength @ strength) / len(strength) / (1 - memory) ** 2
-    return MeanError(sqrt(variance / num_pieces), 2 / uncertainty, per_piece * independent if memory == 0 else independent)
+    return MeanError(
+        error=sqrt(variance / num_pieces),
+        white=sqrt(power) / num_pieces,
+        free=2 / uncertainty,
+        independent=per_piece * independent if memory == 0 else independent,
+    )
 
 
 def variance_error(values: FloatArray) -> MeanError | None:

@@ -39,6 +39,8 @@ TOKEN_BATCHES = 2.0
 SLOWER, DEARER = 1.05, 1.05
 FEWEST_BATCHES_PER_TARGET = 8
 MOST_SNAPSHOTS = 400
+# What the busiest target has beyond an equal part, from which on unequal counts are called so.
+MODERATE_BEYOND, STRONG_BEYOND = 0.1, 0.2
 
 
 @dataclass(frozen=True)
@@ -228,8 +230,9 @@ def _tokens_are_unequal(run: Run, queues: Queues, rng: Generator) -> bool:
 def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, capacity: float) -> Finding:
     counts = queues.counts.astype(int)
     most, fewest = int(counts.argmax()), int(counts.argmin())
-    spread_share = queues.count_spread
-    strength: Strength = "strong" if spread_share >= 0.3 or spread is not None else "moderate" if spread_share >= 0.2 else "weak"
+    spread_share, beyond = queues.count_spread, float(counts.max() / counts.mean() - 1)
+    strength: Strength = "strong" if beyond >= STRONG_BEYOND else "moderate" if beyond >= MODERATE_BEYOND else "weak"
+    strength = strength if spread is None else "strong"
     private = policy in PRIVATE
     cause = (
         f"Every loading thread has a counter of its own (prefetch.dispatch: {policy}), so nothing keeps the counts equal; round "
@@ -244,7 +247,8 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
         title=f"Targets got unequal numbers of batches: {counts.min()} to {counts.max()}",
         text=(
             f"{_where(queues)}Target {most} got {counts[most]} batches and target {fewest} {counts[fewest]}, a difference of "
-            f"{spread_share:.0%} of the mean. {cause}{_depth_text(queues, capacity) if len(queues.depths) else ''}"
+            f"{spread_share:.0%} of the mean. {cause} {_cost_text(beyond, strength, spread is not None)}"
+            f"{_depth_text(queues, capacity) if len(queues.depths) else ''}"
         ),
         advice="Set prefetch.dispatch: round_robin, or least_loaded where targets differ in speed or batches in cost."
         if private
@@ -258,6 +262,17 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
         table="batches",
         rows=_rows(queues),
         evidence=_evidence(queues, policy, cause="private counters" if private else "counts"),
+    )
+
+
+def _cost_text(beyond: float, strength: Strength, holds_up: bool) -> str:
+    """What the counts cost, which is what the finding's strength goes by; its cause is a fact."""
+    why = f"called {strength}: that is what is lost by it, the cause is certain"
+    if holds_up:
+        why = "called strong, because the queues are so unequal that one target holds up the others"
+    return (
+        f"The busiest target has {beyond:.0%} more than an equal part, and where the run waits for targets it takes that much "
+        f"longer ({why})."
     )
 
 

@@ -20,7 +20,6 @@ from numpy.random import Generator
 
 from dflash_core.analysis.findings.curve_tools import curves_of
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
-from dflash_core.analysis.intervals import trend_degree
 from dflash_core.analysis.run_tables import last_part
 from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import resampled_means
@@ -68,7 +67,7 @@ def _promised(run: Run, rng: Generator) -> Length | None:
     if not len(last):
         return None
     value = float(last.mean())
-    drawn = resampled_means(last, rng, 300, trend_degree(len(last)))
+    drawn = resampled_means(last, rng, 300)
     if drawn is None:
         half = UNKNOWN_SPREAD * (value - 1)
         return Length(value, value - half, value + half)
