@@ -63,9 +63,9 @@ def is_the_longest_run(run: Run, finding: Finding, rows: Rows) -> bool:
 
 
 def hold_the_dear_bucket(run: Run, finding: Finding, rows: Rows) -> bool:
-    """All batches of the bucket that was made to lose more are among them, and most batches of all others are not."""
+    """All batches of the bucket that was made to lose more are among them, and not those of all others."""
     dear = [row for row in rows if row["bucket"] == 5]
-    return len(dear) == int((run.buckets() == 5).sum()) and len(rows) < 0.75 * len(run.batches)
+    return len(dear) == int((run.buckets() == 5).sum()) and len({row["bucket"] for row in rows}) == 2 < run.num_buckets
 
 
 def are_spikes_in_runs_of_four(run: Run, finding: Finding, rows: Rows) -> bool:
@@ -113,10 +113,10 @@ def show_the_counts(run: Run, finding: Finding, rows: Rows) -> bool:
     return counts.tolist() == finding.evidence["batches_per_target"] and len(rows) == len(run.batches)
 
 
-def begin_where_planted(first: int, within: int) -> Check:
-    """The rows hold the first planted step, or one a few behind it, and that is the first one marked."""
+def begin_where_planted(first: int, early: int = 0, late: int = 0) -> Check:
+    """The rows hold the first step marked, which is the first planted one, or so many steps before or behind it."""
     return lambda run, finding, rows: (
-        first <= finding.at_steps[0] <= first + within and finding.at_steps[0] in {row["step"] for row in rows}
+        first - early <= finding.at_steps[0] <= first + late and finding.at_steps[0] in {row["step"] for row in rows}
     )
 
 
@@ -166,7 +166,7 @@ CASES = {
     "sorted": Case((batch_order(looks_like="clustered"),), (curves.bucket_offset(0.5),), order="sorted", num_steps=401),
     "climb in groups": Case(
         (
-            Expected("divergence", begin_where_planted(171, 10), {"num_exploded": 0, "num_not_finite_or_skipped": 0}),
+            Expected("divergence", begin_where_planted(171, 6, 20), {"num_exploded": 0, "num_not_finite_or_skipped": 0}),
             batch_order(looks_like="clustered"),
             COMPOSITION,
         ),
@@ -238,7 +238,7 @@ CASES = {
         num_steps=100,
     ),
     "explosion": Case(
-        (Expected("divergence", begin_where_planted(110, 0), {"first_step": 110, "num_exploded": 5}),), (curves.explosion(110),)
+        (Expected("divergence", begin_where_planted(110), {"first_step": 110, "num_exploded": 5}),), (curves.explosion(110),)
     ),
     "none": Case(),
 }

@@ -112,9 +112,10 @@ def comparison_rows(found: Mapping[str, Mapping[str, Estimate]]) -> list[dict[st
 
     Runs are in the order given, and differences are b minus a.
 
-    `ci_low` and `ci_high` bound 95 % of the differences of resamples; null where a metric is one number per run or the
-    series is short. `effect_size` is, by `effect_kind`, the `standardised difference` (by the step noise of both runs) or
-    the `log ratio` (natural logarithm of b over a); null where neither makes sense.
+    `ci_low` and `ci_high` bound 95 % of the differences of resamples; null where a metric is one number per run, the series is
+    short, or its `independent_steps`, those of the run that has fewer, are too few. `effect_size` is, by `effect_kind`, the
+    `standardised difference` (by the step noise of both runs) or the `log ratio` (natural logarithm of b over a); null where
+    neither makes sense.
     """
     rows = []
     few = len(found) <= ALL_PAIRS_UP_TO
@@ -124,6 +125,7 @@ def comparison_rows(found: Mapping[str, Mapping[str, Estimate]]) -> list[dict[st
             b = found[run_b][metric]
             low, high = _interval(a, b)
             effect, kind = _effect(a, b)
+            known = (a.independent, b.independent)
             rows.append(
                 {
                     "metric": metric,
@@ -136,6 +138,7 @@ def comparison_rows(found: Mapping[str, Mapping[str, Estimate]]) -> list[dict[st
                     "ci_high": high,
                     "effect_size": effect,
                     "effect_kind": kind,
+                    "independent_steps": None if None in known else min(one for one in known if one is not None),
                     "unit": a.unit,
                 }
             )
