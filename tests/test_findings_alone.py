@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_core.analysis import analyze_runs
+from dflash_core.analysis.compare import comparison_rows
 from dflash_core.analysis.findings.detect import find_all
 from dflash_core.analysis.findings.finding import Context, Finding
 from dflash_core.analysis.intervals import named_rng
@@ -59,16 +58,14 @@ def test_and_in_several_processes(folders: list[Path]) -> None:
         assert_equal(here, there)
 
 
-def test_two_runs_are_compared_alike_whoever_is_beside_them(folders: list[Path], tmp_path: Path) -> None:
-    """Only what is read off at the last point that all runs have may move with a shorter run beside them."""
-
-    def compared(chosen: list[Path], name: str) -> dict[str, tuple[float, float]]:
-        analyze_runs(chosen, tmp_path / name, CONFIG)
-        rows = pq.read_table(tmp_path / name / "comparisons.parquet").to_pylist()
-        wanted = [row for row in rows if {row["run_a"], row["run_b"]} == {"r0", "r1"} and "equal_anchors" not in row["metric"]]
+def test_two_runs_are_compared_alike_whoever_is_beside_them(folders: list[Path]) -> None:
+    def compared(chosen: list[Path]) -> dict[str, tuple[float, float]]:
+        runs = analyze_each(load_all_facts(chosen), CONFIG, None, 1)
+        rows = comparison_rows({run.run_id: run.estimates for run in runs})
+        wanted = [row for row in rows if {row["run_a"], row["run_b"]} == {"r0", "r1"}]
         return {row["metric"]: (row["ci_low"], row["ci_high"]) for row in wanted}
 
-    two, three = compared(folders[:2], "two"), compared([folders[2], *folders[:2]], "three")
+    two, three = compared(folders[:2]), compared([folders[2], *folders[:2]])
     assert two == three and any(low is not None for low, _ in two.values())
 
 

@@ -74,6 +74,13 @@ def trend_degree(num_steps: int) -> int:
     return int(np.clip(num_steps // STEPS_PER_DEGREE, 1, MAX_DEGREE))
 
 
+def in_pieces(values: FloatArray) -> FloatArray:
+    """Means of pieces of a long series, at least `MAX_PIECES`; of a short one the values. The last few values may be left out."""
+    per_piece = max(1, len(values) // MAX_PIECES)
+    num_pieces = len(values) // per_piece
+    return np.asarray(values[: num_pieces * per_piece].reshape(num_pieces, per_piece).mean(axis=1))
+
+
 def without_polynomial(values: FloatArray, degree: int) -> FloatArray:
     """The values less the polynomial that fits them best (least squares)."""
     if degree == 0:
@@ -95,9 +102,9 @@ def mean_error(values: FloatArray, degree: int = 0) -> MeanError | None:
     """
     if len(values) < MIN_STEPS_FOR_INTERVAL:
         return None
-    per_piece = max(1, len(values) // MAX_PIECES)
-    num_pieces = len(values) // per_piece
-    noise = without_polynomial(values[: num_pieces * per_piece].reshape(num_pieces, per_piece).mean(axis=1), degree)
+    means = in_pieces(values)
+    num_pieces, per_piece = len(means), len(values) // len(means)
+    noise = without_polynomial(means, degree)
     power = float(noise @ noise)
     if power <= 1e-18 * float(values @ values):  # rounding
         return MeanError(0.0, 0.0, inf, float(len(values)))

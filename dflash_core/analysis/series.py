@@ -12,6 +12,7 @@ from numpy.random import Generator
 from dflash_core.analysis.intervals import (
     MIN_STEPS_FOR_INTERVAL,
     MeanError,
+    in_pieces,
     mean_error,
     rescaled,
     variance_error,
@@ -139,7 +140,7 @@ def resampled_sds(values: FloatArray, rng: Generator, num_resamples: int = NUM_R
 
 
 def _resampled(values: FloatArray, rng: Generator, num_resamples: int, error: MeanError, degree: int = 0) -> FloatArray:
-    noise = without_polynomial(values, degree)
+    noise = without_polynomial(in_pieces(values), degree)
     length = max(block_length(noise), ceil(len(noise) / MAX_BLOCKS))
     blocks = ceil(len(noise) / length)
     starts = rng.integers(0, len(noise), size=(num_resamples, blocks), dtype=np.int32)
