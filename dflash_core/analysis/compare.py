@@ -1,8 +1,8 @@
 """Differences between runs, with intervals where a series gives them.
 
-Steps of a training are autocorrelated, so intervals come from a block bootstrap (`series.block_bootstrap`), and there is an
-effect size instead of a p-value. An interval covers the noise between steps of these runs; it cannot know what another
-seed would have given.
+Steps of a training are autocorrelated, so intervals come from a block bootstrap (`series.resampled_means`), none where the steps
+are worth too few independent ones, and there is an effect size instead of a p-value. An interval covers the noise between steps
+of these runs; it cannot know what another seed would have given.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from dflash_core.analysis.intervals import CONFIDENCE, mean_error, named_rng, trend_degree, variance_error
 from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.run_tables import last_part, settled
 from dflash_core.analysis.runs import Run
-from dflash_core.analysis.series import FloatArray, block_bootstrap, detrended
+from dflash_core.analysis.series import FloatArray, detrended, resampled_means, resampled_sds
 
-CONFIDENCE = 0.95
 # More runs (or groups) than these are compared with the first one only.
 ALL_PAIRS_UP_TO = 12
 
@@ -46,28 +46,38 @@ SINGLE_VALUES: tuple[tuple[str, str, bool], ...] = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric of one run: its value, what it becomes in resamples, and the scale for a standardised difference."""
+    """A metric of one run.
+
+    Args:
+        resampled: what the value becomes in resamples; None for one number per run, and where there is no interval.
+        scale: for a standardised difference.
+        independent: how many independent steps would say as much as those of its series do; None where it is no series, or one
+            of fewer than 20 steps. Below `intervals.MIN_INDEPENDENT` there is no interval.
+    """
 
     value: float | None
     unit: str
     resampled: FloatArray | None = None
     scale: float | None = None
     is_ratio: bool = False
+    independent: float | None = None
 
 
 def estimates(run: Run, row: Mapping[str, Any], norm_row: Mapping[str, Any], rng: Generator) -> dict[str, Estimate]:
     """All compared metrics of a run, from its row of `runs` and its `all` row of `grad_norms`.
 
-    Series metrics leave out the first tenth of the steps, and `final_loss` all but the last. Noise is what remains around
-    the running median, so a trend neither widens an interval nor counts as noise.
+    Series metrics leave out the first tenth of the steps, and `final_loss` all but the last. Each draws from a generator of
+    its own name below `rng`. Noise, the scale of an effect, is what remains around the running median.
     """
     found: dict[str, Estimate] = {}
     loss, norm = numbers(run.steps, "loss"), numbers(run.steps, "grad_norm")
     final = last_part(loss)
-    found["final_loss"] = mean_estimate(final, detrended(loss[np.isfinite(loss)])[-len(final) :], "nats", rng)
-    found["loss_sd_detrended"] = _sd(settled(loss), "nats", rng)
-    found["grad_norm_mean"] = mean_estimate(settled(norm), detrended(settled(norm)), "1", rng)
-    found["grad_norm_sd_detrended"] = _sd(settled(norm), "1", rng)
+    found["final_loss"] = mean_estimate(
+        final, detrended(loss[np.isfinite(loss)])[-len(final) :], "nats", named_rng(rng, "final_loss")
+    )
+    found["loss_sd_detrended"] = _sd(settled(loss), "nats", named_rng(rng, "loss_sd_detrended"))
+    found["grad_norm_mean"] = mean_estimate(settled(norm), detrended(settled(norm)), "1", named_rng(rng, "grad_norm_mean"))
+    found["grad_norm_sd_detrended"] = _sd(settled(norm), "1", named_rng(rng, "grad_norm_sd_detrended"))
     per_thousand = 1000 * norm_row["num_spikes"] / norm_row["num_steps"]
     found["grad_norm_spikes"] = Estimate(per_thousand, "spikes per 1000 steps")
     found["clip_share"] = Estimate(norm_row["clip_share"], "share of steps")
@@ -77,20 +87,24 @@ def estimates(run: Run, row: Mapping[str, Any], norm_row: Mapping[str, Any], rng
 
 
 def mean_estimate(values: FloatArray, noise: FloatArray, unit: str, rng: Generator) -> Estimate:
-    """The mean of finite values, with what it becomes when `noise`, their deviations from their trend, is drawn again."""
+    """The mean of finite values; `noise`, their deviations from their running median, is the scale of a difference.
+
+    For the interval the trend is a polynomial: a running median would take the slow part of the noise for trend.
+    """
     if not len(values):
         return Estimate(float("nan"), unit)
-    resampled = block_bootstrap(noise, rng)
-    mean = float(values.mean())
-    return Estimate(mean, unit, None if resampled is None else resampled.mean - noise.mean() + mean, float(noise.std()))
+    degree = trend_degree(len(values))
+    drawn = resampled_means(values, rng, degree=degree)
+    error = mean_error(values, degree)
+    return Estimate(float(values.mean()), unit, drawn, float(noise.std()), independent=error and error.independent)
 
 
 def _sd(values: FloatArray, unit: str, rng: Generator) -> Estimate:
     if not len(values):
         return Estimate(float("nan"), unit, is_ratio=True)
     noise = detrended(values)
-    resampled = block_bootstrap(noise, rng)
-    return Estimate(float(noise.std()), unit, None if resampled is None else resampled.sd, is_ratio=True)
+    error = variance_error(noise)
+    return Estimate(float(noise.std()), unit, resampled_sds(noise, rng), is_ratio=True, independent=error and error.independent)
 
 
 def comparison_rows(found: Mapping[str, Mapping[str, Estimate]]) -> list[dict[str, Any]]:
@@ -98,9 +112,10 @@ def comparison_rows(found: Mapping[str, Mapping[str, Estimate]]) -> list[dict[st
 
     Runs are in the order given, and differences are b minus a.
 
-    `ci_low` and `ci_high` bound 95 % of the differences of resamples; null where a metric is one number per run or the
-    series is short. `effect_size` is, by `effect_kind`, the `standardised difference` (by the step noise of both runs) or
-    the `log ratio` (natural logarithm of b over a); null where neither makes sense.
+    `ci_low` and `ci_high` bound 95 % of the differences of resamples; null where a metric is one number per run, the series is
+    short, or its `independent_steps`, those of the run that has fewer, are too few. `effect_size` is, by `effect_kind`, the
+    `standardised difference` (by the step noise of both runs) or the `log ratio` (natural logarithm of b over a); null where
+    neither makes sense.
     """
     rows = []
     few = len(found) <= ALL_PAIRS_UP_TO
@@ -110,6 +125,7 @@ def comparison_rows(found: Mapping[str, Mapping[str, Estimate]]) -> list[dict[st
             b = found[run_b][metric]
             low, high = _interval(a, b)
             effect, kind = _effect(a, b)
+            known = (a.independent, b.independent)
             rows.append(
                 {
                     "metric": metric,
@@ -122,6 +138,7 @@ def comparison_rows(found: Mapping[str, Mapping[str, Estimate]]) -> list[dict[st
                     "ci_high": high,
                     "effect_size": effect,
                     "effect_kind": kind,
+                    "independent_steps": None if None in known else min(one for one in known if one is not None),
                     "unit": a.unit,
                 }
             )

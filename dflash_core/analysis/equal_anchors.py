@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,15 @@ import pyarrow.compute as pc
 from numpy.random import Generator
 
 from dflash_core.analysis.compare import Estimate, mean_estimate
+from dflash_core.analysis.intervals import mean_error, named_rng, trend_degree
 from dflash_core.analysis.one_run import RunAnalysis
 from dflash_core.analysis.reader import numbers
-from dflash_core.analysis.series import MIN_STEPS_FOR_INTERVAL, FloatArray, block_length
+from dflash_core.analysis.series import FloatArray
 
 NUM_POINTS = 20
 # A value at a point is the mean over this share of the last common point's anchors, before it.
 WINDOW_SHARE = 0.1
 MEASURED_KINDS = ("training", "trained")
-NORMAL_95 = 1.959964
 
 
 @dataclass(frozen=True)
@@ -34,18 +33,16 @@ class Progress:
 def progress_of(runs: Sequence[RunAnalysis], rng: Generator) -> Progress:
     """All runs on one grid of anchors seen; no rows at all where a run did not count its anchors.
 
-    The interval of a mean loss is that of a block bootstrap in the limit of many resamples: the variance of a mean of n
-    values is that of the means of all blocks of them, divided by the number of blocks that make up n.
+    The interval of a mean loss is Student's (`intervals.mean_error`); none where its steps are worth too few independent ones.
     """
     least = min(int(numbers(run.curves, "num_anchors_seen")[-1]) for run in runs)
     if least <= 0:
         return Progress({run.run_id: [] for run in runs}, {run.run_id: {} for run in runs})
     grid = [least * number // NUM_POINTS for number in range(1, NUM_POINTS + 1)]
     width = least * WINDOW_SHARE
-    streams = rng.spawn(len(runs))
     return Progress(
         {run.run_id: _rows(run, grid, width) for run in runs},
-        {run.run_id: _estimates(run, least, width, own) for run, own in zip(runs, streams, strict=True)},
+        {run.run_id: _estimates(run, least, width, named_rng(rng, run.run_id)) for run in runs},
     )
 
 
@@ -56,7 +53,7 @@ def _rows(run: RunAnalysis, grid: Sequence[int], width: float) -> list[dict[str,
     rows = []
     for point in sorted({*grid, int(seen[-1])}):
         first, end = window(seen, point, width)
-        low, high = _interval(columns["loss"][first:end], run.noise["loss"][first:end])
+        low, high = _interval(columns["loss"][first:end])
         newest = int(np.searchsorted(measured_step, step[end - 1] + 1, side="right")) if end else 0
         rows.append(
             {
@@ -96,16 +93,12 @@ def _mean(values: FloatArray) -> float | None:
     return float(finite.mean()) if len(finite) else float("nan") if len(values) else None
 
 
-def _interval(values: FloatArray, noise: FloatArray) -> tuple[float | None, float | None]:
-    known = np.isfinite(values) & np.isfinite(noise)
-    values, noise = values[known], noise[known]
-    if len(noise) < MIN_STEPS_FOR_INTERVAL:
+def _interval(values: FloatArray) -> tuple[float | None, float | None]:
+    values = values[np.isfinite(values)]
+    error = mean_error(values, trend_degree(len(values)))
+    if error is None or not error.is_known:
         return None, None
-    length = block_length(noise)
-    circle = np.cumsum(np.concatenate(([0.0], noise, noise[: length - 1])))
-    means = (circle[length:] - circle[:-length]) / length
-    half = NORMAL_95 * float(means.std()) / sqrt(ceil(len(noise) / length))
-    return float(values.mean()) - half, float(values.mean()) + half
+    return float(values.mean()) - error.half, float(values.mean()) + error.half
 
 
 def _estimates(run: RunAnalysis, point: int, width: float, rng: Generator) -> dict[str, Estimate]:
@@ -121,5 +114,5 @@ def _estimates(run: RunAnalysis, point: int, width: float, rng: Generator) -> di
         if not known.any():
             found[metric] = Estimate(_mean(values), unit)
             continue
-        found[metric] = mean_estimate(values[known], noise[known], unit, rng)
+        found[metric] = mean_estimate(values[known], noise[known], unit, named_rng(rng, metric))
     return found

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_core.analysis.compare import ALL_PAIRS_UP_TO, CONFIDENCE, Estimate
+from dflash_core.analysis.compare import ALL_PAIRS_UP_TO, Estimate
+from dflash_core.analysis.intervals import student
 from dflash_core.analysis.runs import COMPARABLE_FIELDS, RunFacts, flatten
 from dflash_core.analysis.series import FloatArray
 
@@ -91,7 +92,7 @@ def group_rows(groups: Sequence[Group], found: Mapping[str, Mapping[str, Estimat
             if not len(values):
                 continue
             mean, sd = float(values.mean()), _sd(values)
-            half = None if sd is None else _quantile(len(values) - 1) * sd / sqrt(len(values))
+            half = None if sd is None else student(len(values) - 1) * sd / sqrt(len(values))
             rows.append(
                 {
                     "group": group.name,
@@ -186,7 +187,7 @@ def _pooled(a: FloatArray, b: FloatArray) -> float | None:
 
 def _half_of_pairs(differences: FloatArray) -> float:
     n = len(differences)
-    return _quantile(n - 1) * float(differences.std(ddof=1)) / sqrt(n)
+    return student(n - 1) * float(differences.std(ddof=1)) / sqrt(n)
 
 
 def _half_by_welch(a: FloatArray, b: FloatArray) -> float | None:
@@ -197,11 +198,4 @@ def _half_by_welch(a: FloatArray, b: FloatArray) -> float | None:
     if not sum(parts):
         return 0.0
     free = sum(parts) ** 2 / sum(part**2 / (len(values) - 1) for part, values in zip(parts, (a, b), strict=True))
-    return _quantile(free) * sqrt(sum(parts))
-
-
-def _quantile(free: float) -> float:
-    """Upper quantile of Student's t for a two-sided interval."""
-    from scipy.special import stdtrit  # slow to import, and few reports have groups
-
-    return float(stdtrit(free, 1 - (1 - CONFIDENCE) / 2))
+    return student(free) * sqrt(sum(parts))

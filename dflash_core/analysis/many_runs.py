@@ -10,13 +10,14 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 import pandas as pd
 
+from dflash_core.analysis.intervals import named_rng
 from dflash_core.analysis.one_run import RunAnalysis, analyze_one
 from dflash_core.analysis.runs import RunFacts
 from dflash_core.config import AnalyzeConfig
 from dflash_core.errors import DataError
 from dflash_core.processes import Processes, default_num_processes, one_thread
 
-# Of resamples and permutations. Fixed, so that the same runs always give the same report.
+# Of resamples and permutations, with the run's id and the statistic's name: what a run gives depends on no other run.
 SEED = 20_260_101
 # A process is worth starting (about a second) when there is more than this to read.
 BYTES_PER_PROCESS = 64 * 1024**2
@@ -36,16 +37,16 @@ def analyze_each(
     if num_processes is None:
         num_processes = min(default_num_processes(), len(runs), sum(map(_metric_bytes, runs)) // BYTES_PER_PROCESS)
     if num_processes <= 1:
-        return [_analyze(number, run, config, bins) for number, run in enumerate(runs)]
+        return [_analyze(run, config, bins) for run in runs]
     processes = Processes(num_processes, one_thread)
     done = False
     try:
         waiting: deque[Future[RunAnalysis]] = deque()
         found = []
-        for number, run in enumerate(runs):
+        for run in runs:
             if len(waiting) >= 2 * num_processes:
                 found.append(waiting.popleft().result())
-            waiting.append(processes.submit(_analyze, number, run, config, bins))
+            waiting.append(processes.submit(_analyze, run, config, bins))
         found += [future.result() for future in waiting]
         done = True
     except BrokenProcessPool:
@@ -55,8 +56,8 @@ def analyze_each(
     return found
 
 
-def _analyze(number: int, run: RunFacts, config: AnalyzeConfig, bins: pd.DataFrame | None) -> RunAnalysis:
-    return analyze_one(run, config, np.random.default_rng([SEED, number]), bins)
+def _analyze(run: RunFacts, config: AnalyzeConfig, bins: pd.DataFrame | None) -> RunAnalysis:
+    return analyze_one(run, config, named_rng(np.random.default_rng(SEED), run.run_id), bins)
 
 
 def _metric_bytes(run: RunFacts) -> int:

@@ -21,6 +21,7 @@ from dflash_core.analysis.findings.loss_parts import fit_loss, loss_part_rows, w
 from dflash_core.analysis.findings.spikes import norm_by_position
 from dflash_core.analysis.findings.waits import waits
 from dflash_core.analysis.history import History, history_of
+from dflash_core.analysis.intervals import named_rng
 from dflash_core.analysis.order import run_length_rows
 from dflash_core.analysis.reader import matrix, numbers
 from dflash_core.analysis.run_tables import bucket_rows, grad_norm_rows, run_row
@@ -91,10 +92,9 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
         UserError, DataError: see `runs.load_run`.
     """
     run = load_metrics(facts)
-    order_rng, series_rng, finding_rng, parts_rng, positions_rng = rng.spawn(5)
-    checkpoints, about_checkpoints = checkpoint_tables(run, order_rng.spawn(1)[0])
-    row, norms = run_row(run, order_rng, about_checkpoints), grad_norm_rows(run, config.spike_mad)
-    found = find_all(run, Context(config, finding_rng, bins))
+    checkpoints, about_checkpoints = checkpoint_tables(run, named_rng(rng, "checkpoints"))
+    row, norms = run_row(run, named_rng(rng, "order"), about_checkpoints), grad_norm_rows(run, config.spike_mad)
+    found = find_all(run, Context(config, named_rng(rng, "findings"), bins))
     fit = fit_loss(run)
     adjusted = without_mix(numbers(run.steps, "loss"), fit)
     rows = {
@@ -104,8 +104,8 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
         "grad_norms": norms,
         "checkpoints": checkpoints,
         "findings": finding_rows(found),
-        "loss_parts": loss_part_rows(run.run_id, fit, parts_rng),
-        "run_positions": norm_by_position(run, positions_rng),
+        "loss_parts": loss_part_rows(run.run_id, fit, named_rng(rng, "loss_parts")),
+        "run_positions": norm_by_position(run, named_rng(rng, "run_positions")),
         "waits": waits(run),
     }
     tables = {name: in_order(name, table_of(name, content)) for name, content in rows.items()}
@@ -113,7 +113,7 @@ def analyze_one(facts: RunFacts, config: AnalyzeConfig, rng: Generator, bins: pd
         facts=facts,
         row=row,
         tables={**tables, "curves": curves(run, adjusted)},
-        estimates=estimates(run, row, norms[0], series_rng),
+        estimates=estimates(run, row, norms[0], named_rng(rng, "estimates")),
         findings=tuple(found),
         cleared=tuple(cleared(run, adjusted)),
         evals=run.evals,

@@ -308,6 +308,11 @@ REPORT_TABLES: dict[str, Table] = {
                 "`standardised difference` (over the noise between the steps of both runs), or `log ratio` (natural logarithm of "
                 "b over a)."
             ),
+            "independent_steps": real(
+                "steps",
+                "How many independent steps would say as much as the autocorrelated ones of the run that has fewer; below 10 "
+                "there is no interval. Null where the metric is one number per run, or a run has fewer than 20 steps for it.",
+            ),
             "unit": text("Unit of the metric."),
         },
         ("metric", "run_a", "run_b"),

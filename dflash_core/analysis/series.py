@@ -1,14 +1,23 @@
-"""What is done to a series of one value per step: trend, spikes, and intervals that respect autocorrelation."""
+"""What is done to a series of one value per step: trend, spikes, and resamples that respect autocorrelation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil, log10, sqrt
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.random import Generator
+
+from dflash_core.analysis.intervals import (
+    MIN_STEPS_FOR_INTERVAL,
+    MeanError,
+    in_pieces,
+    mean_error,
+    rescaled,
+    variance_error,
+    without_polynomial,
+)
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
@@ -17,7 +26,6 @@ BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 TREND_STEPS = 61
 # The median of this many values is the point of reflection at an end.
 END_STEPS = 5
-MIN_STEPS_FOR_INTERVAL = 20
 NUM_RESAMPLES = 1000
 # A resample has no more blocks than this. Longer ones than the autocorrelation asks for bias nothing; how wide an interval is
 # then varies by 3 %, as it does with this many resamples.
@@ -98,33 +106,45 @@ def block_length(values: FloatArray) -> int:
     return int(np.clip(ceil(best), 1, ceil(min(3 * sqrt(n), n / 3))))
 
 
-@dataclass(frozen=True)
-class Resampled:
-    """Values that a statistic takes when the series is drawn again, each centred on the statistic itself."""
+def resampled_means(values: FloatArray, rng: Generator, num_resamples: int = NUM_RESAMPLES, degree: int = 0) -> FloatArray | None:
+    """What the mean of a series becomes in `num_resamples` circular moving-block resamples, as wide as the mean is uncertain.
 
-    mean: FloatArray
-    sd: FloatArray
+    Blocks keep the autocorrelation that resampling single steps would destroy (intervals would come out far too narrow). Those of
+    a short series still give too narrow a spread: by the scale of `intervals.mean_error` the middle 95 % of what is returned
+    are Student's interval; the shape is the bootstrap's. A resample costs one number per block.
 
+    Args:
+        degree: of the trend, a polynomial, that the series has besides its noise (`intervals.mean_error`).
 
-def block_bootstrap(values: FloatArray, rng: Generator, num_resamples: int = NUM_RESAMPLES) -> Resampled | None:
-    """Mean and standard deviation of `num_resamples` circular moving-block resamples of a stationary series.
-
-    Blocks keep the autocorrelation that resampling single steps would destroy (intervals would come out far too
-    narrow). Both statistics need only sums over blocks, so a resample costs one number per block. None for a series
-    shorter than `MIN_STEPS_FOR_INTERVAL`.
+    None for a series shorter than `MIN_STEPS_FOR_INTERVAL`, or worth less than `intervals.MIN_INDEPENDENT` independent steps.
     """
-    n = len(values)
-    if n < MIN_STEPS_FOR_INTERVAL:
+    error = mean_error(values, degree)
+    if error is None or not error.is_known:
         return None
-    length = max(block_length(values), ceil(n / MAX_BLOCKS))
-    centre = values.mean()
-    centred = values - centre
-    blocks = ceil(n / length)
-    starts = rng.integers(0, n, size=(num_resamples, blocks), dtype=np.int32)
-    first = _block_sums(centred, length)[starts].sum(axis=1) / (blocks * length)
-    second = _block_sums(centred**2, length)[starts].sum(axis=1) / (blocks * length)
-    sd = np.sqrt(np.maximum(second - first**2, 0))
-    return Resampled(mean=first - first.mean() + centre, sd=sd - sd.mean() + centred.std())
+    return _resampled(values, rng, num_resamples, error, degree)
+
+
+def resampled_sds(values: FloatArray, rng: Generator, num_resamples: int = NUM_RESAMPLES) -> FloatArray | None:
+    """What the standard deviation of a stationary series becomes; see `resampled_means`.
+
+    A standard deviation varies as the mean of the squares does, divided by twice of it (first order). So that none falls below
+    0, logarithms are scaled.
+    """
+    error = variance_error(values)
+    if error is None or not error.is_known:
+        return None
+    squares = (values - values.mean()) ** 2
+    variance = float(squares.mean())
+    drawn = _resampled(squares, rng, num_resamples, error)
+    return np.asarray(sqrt(variance) * np.exp((drawn / variance - 1) / 2)) if variance > 0 else np.zeros(num_resamples)
+
+
+def _resampled(values: FloatArray, rng: Generator, num_resamples: int, error: MeanError, degree: int = 0) -> FloatArray:
+    noise = without_polynomial(in_pieces(values), degree)
+    length = max(block_length(noise), ceil(len(noise) / MAX_BLOCKS))
+    blocks = ceil(len(noise) / length)
+    starts = rng.integers(0, len(noise), size=(num_resamples, blocks), dtype=np.int32)
+    return rescaled(_block_sums(noise, length)[starts].sum(axis=1) / (blocks * length), float(values.mean()), error)
 
 
 def _block_sums(values: FloatArray, length: int) -> FloatArray:

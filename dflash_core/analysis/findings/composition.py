@@ -13,7 +13,7 @@ from dflash_core.analysis.runs import Run
 # From when on it is worth a word: as a share of the roughness, sure of at least a part of it, far outside of what permuted
 # steps give (in their standard deviations: ten, because the explained share of few buckets is skewed, and in short runs the
 # filter does not take out all autocorrelation), and not below a hundredth of the loss.
-MIN_SHARE, MIN_SHARE_LOW, MIN_CHANCE_SDS, MIN_OF_LOSS = 0.2, 0.08, 10.0, 0.01
+MIN_SHARE, MIN_SHARE_LOW, MIN_CHANCE_SDS, MIN_OF_LOSS = 0.2, 0.03, 10.0, 0.01
 # And a multiple of what chance explains, which is much where the mix and the rest change slowly.
 MIN_BIASES = 3.0
 MODERATE_SHARE, STRONG_SHARE = 0.35, 0.6

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from dflash_core.analysis.intervals import mean_error, rescaled
 from dflash_core.analysis.reader import matrix, numbers
 from dflash_core.analysis.runs import Run
-from dflash_core.analysis.series import END_STEPS, MIN_STEPS_FOR_INTERVAL, BoolArray, FloatArray, block_length, reflected
+from dflash_core.analysis.series import END_STEPS, BoolArray, FloatArray, block_length, reflected
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -101,9 +102,12 @@ def moving_mean(series: FloatArray, width: int) -> FloatArray:
 
 
 def ratio_interval(above: FloatArray, below: FloatArray, rng: Generator) -> tuple[float, float] | None:
-    """95 % interval of sum(above) / sum(below) by a circular block bootstrap; None for a short series."""
-    n = len(above)
-    if n < MIN_STEPS_FOR_INTERVAL:
+    """95 % interval of sum(above) / sum(below) by a circular block bootstrap as wide as Student's interval of the ratio
+    (`intervals.mean_error` of what it varies as, to first order); None for steps that are worth too few independent ones."""
+    n, whole = len(above), float(below.sum())
+    ratio = float(above.sum()) / whole if whole > 0 else 0.0
+    error = mean_error((above - ratio * below) * (n / whole), 0) if whole > 0 else None
+    if error is None or not error.is_known:
         return None
     length = max(block_length(above), block_length(below), ceil(n / MAX_BLOCKS))
     blocks = ceil(n / length)
@@ -111,7 +115,7 @@ def ratio_interval(above: FloatArray, below: FloatArray, rng: Generator) -> tupl
     sums = [_block_sums(values, length)[starts].sum(axis=1) for values in (above, below)]
     if not (sums[1] > 0).all():
         return None
-    low, high = np.quantile(sums[0] / sums[1], CONFIDENCE)
+    low, high = np.quantile(rescaled(sums[0] / sums[1], ratio, error), CONFIDENCE)
     return float(low), float(high)
 
 

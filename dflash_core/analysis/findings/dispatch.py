@@ -18,8 +18,9 @@ from numpy.random import Generator
 
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.findings.pipeline_rows import RESAMPLES, column, lists, plain
+from dflash_core.analysis.intervals import MIN_STEPS_FOR_INTERVAL
 from dflash_core.analysis.runs import Run
-from dflash_core.analysis.series import MIN_STEPS_FOR_INTERVAL, BoolArray, FloatArray, block_bootstrap
+from dflash_core.analysis.series import BoolArray, FloatArray, resampled_means
 from dflash_core.config import Dispatch
 from dflash_core.pipeline.dispatch import PRIVATE
 
@@ -38,6 +39,8 @@ TOKEN_BATCHES = 2.0
 SLOWER, DEARER = 1.05, 1.05
 FEWEST_BATCHES_PER_TARGET = 8
 MOST_SNAPSHOTS = 400
+# What the busiest target has beyond an equal part, from which on unequal counts are called so.
+MODERATE_BEYOND, STRONG_BEYOND = 0.1, 0.2
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,8 @@ def _while_dispatching(num_batches: FloatArray, cell: FloatArray, attempt: Float
 def spread_of(values: FloatArray, rng: Generator) -> Spread | None:
     """The spread of the queues' means, with the interval of a block bootstrap over snapshots.
 
-    Depths wander, so snapshots close to each other say the same; blocks keep that. None for fewer than 20 snapshots.
+    Depths wander, so snapshots close to each other say the same; blocks keep that. None for fewer than 20 snapshots, or
+    where they are worth too few independent ones.
     """
     values = values[np.isfinite(values).all(axis=1)]
     values = values[:: ceil(max(1, len(values)) / MOST_SNAPSHOTS)]
@@ -177,10 +181,10 @@ def spread_of(values: FloatArray, rng: Generator) -> Spread | None:
         return None
     means = values.mean(axis=0)
     deepest, shallowest = int(means.argmax()), int(means.argmin())
-    drawn = block_bootstrap(values[:, deepest] - values[:, shallowest], rng, RESAMPLES)
+    drawn = resampled_means(values[:, deepest] - values[:, shallowest], rng, RESAMPLES)
     if drawn is None:
         return None
-    low, high = np.quantile(drawn.mean, [0.025, 0.975])
+    low, high = np.quantile(drawn, [0.025, 0.975])
     return Spread(float(np.ptp(means)), float(low), float(high), deepest, shallowest)
 
 
@@ -226,8 +230,9 @@ def _tokens_are_unequal(run: Run, queues: Queues, rng: Generator) -> bool:
 def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, capacity: float) -> Finding:
     counts = queues.counts.astype(int)
     most, fewest = int(counts.argmax()), int(counts.argmin())
-    spread_share = queues.count_spread
-    strength: Strength = "strong" if spread_share >= 0.3 or spread is not None else "moderate" if spread_share >= 0.2 else "weak"
+    spread_share, beyond = queues.count_spread, float(counts.max() / counts.mean() - 1)
+    strength: Strength = "strong" if beyond >= STRONG_BEYOND else "moderate" if beyond >= MODERATE_BEYOND else "weak"
+    strength = strength if spread is None else "strong"
     private = policy in PRIVATE
     cause = (
         f"Every loading thread has a counter of its own (prefetch.dispatch: {policy}), so nothing keeps the counts equal; round "
@@ -242,7 +247,8 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
         title=f"Targets got unequal numbers of batches: {counts.min()} to {counts.max()}",
         text=(
             f"{_where(queues)}Target {most} got {counts[most]} batches and target {fewest} {counts[fewest]}, a difference of "
-            f"{spread_share:.0%} of the mean. {cause}{_depth_text(queues, capacity) if len(queues.depths) else ''}"
+            f"{spread_share:.0%} of the mean. {cause} {_cost_text(beyond, strength, spread is not None)}"
+            f"{_depth_text(queues, capacity) if len(queues.depths) else ''}"
         ),
         advice="Set prefetch.dispatch: round_robin, or least_loaded where targets differ in speed or batches in cost."
         if private
@@ -256,6 +262,17 @@ def _by_counts(run: Run, queues: Queues, policy: str, spread: Spread | None, cap
         table="batches",
         rows=_rows(queues),
         evidence=_evidence(queues, policy, cause="private counters" if private else "counts"),
+    )
+
+
+def _cost_text(beyond: float, strength: Strength, holds_up: bool) -> str:
+    """What the counts cost, which is what the finding's strength goes by; its cause is a fact."""
+    why = f"called {strength}: that is what is lost by it, the cause is certain"
+    if holds_up:
+        why = "called strong, because the queues are so unequal that one target holds up the others"
+    return (
+        f"The busiest target has {beyond:.0%} more than an equal part, and where the run waits for targets it takes that much "
+        f"longer ({why})."
     )
 
 

@@ -1,4 +1,20 @@
-"""What a finding is: a cause or a fault that the rows of a run support, with the evidence and the rows to look at."""
+"""What a finding is: a cause or a fault that the rows of a run support, with the evidence and the rows to look at.
+
+**Strength is the size of the harm, not how sure the cause is.** What is not sure is not printed at all; so a finding whose cause
+is certain may be weak, because little is lost by it. `strong`: worth acting on even if it is the only finding; `moderate`: a
+clear effect of medium size; `weak`: real, and small. What is measured, by kind, and from where on it is moderate and strong:
+
+- `batch_order`: by how many points the largest bucket's share of a step scatters beyond what whole batches need (5, 15); with
+  one batch a step, the longest run (any; four times the shortest possible one).
+- `loss_composition`: share of the loss's roughness that is the bucket mix (35 %, 60 %).
+- `spikes_in_bucket_runs`: share of the gradient spikes in runs of the bucket (50 %, 75 %).
+- `resets`, `divergence`: how far and how often the curve falls back, or whether it comes back at all.
+- `dead_positions`: always strong, for a slot is lost.
+- `train_serve_gap`: what decoding accepts of what training promises (35 % or less, 20 % or less).
+- `starved_*`: how many times faster the run could be (1.25, 1.5).
+- `unequal_dispatch`: what the target with most batches has beyond its share (10 %, 20 %), or queues that hold up others.
+- `padding`: share of the padded tokens that other boundaries would save (8 %, 15 %).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +55,7 @@ class Finding:
     Args:
         kind: a key of `KINDS`.
         run_id: the run that it is about.
-        strength: `strong`: alone enough to act on; `moderate`: a clear effect of medium size; `weak`: real but small.
+        strength: size of the harm (above).
         title: one line that a person reads first; says what is the matter, in the run's own figures where that is short.
         text: one to four sentences in plain words: the evidence, with units and intervals, and what was ruled out.
         advice: what to do about it, one or two sentences; names keys of the experiment file.

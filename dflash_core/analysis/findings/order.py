@@ -23,8 +23,10 @@ LAG1_CORRELATION = 0.1
 LAG1_DEVIATIONS = 3.0
 # Of several shuffled epochs one may exceed the alarm; this none does.
 LAG1_SHUFFLED = 0.3
-# Deviation of the bucket's share over steps from which on steps are called uneven: a tenth of the step, and twice what is needed.
-STEP_SHARE_SD, STEP_SHARE_TIMES = 0.1, 2.0
+# Scatter of the bucket's share over steps, beyond what whole batches need, from which on the finding is called so.
+MODERATE_SCATTER, STRONG_SCATTER = 0.05, 0.15
+# Where a step is one batch: times R*.
+STRONG_RUN = 4
 MOST_MARKS = 300
 LONGEST_RUN = "longest run of one bucket in an epoch"
 
@@ -92,8 +94,9 @@ class Steps:
     leaning: float
 
     @property
-    def are_uneven(self) -> bool:
-        return self.share_sd is not None and self.share_sd >= max(STEP_SHARE_SD, STEP_SHARE_TIMES * self.least_sd)
+    def needless(self) -> float:
+        """Scatter beyond what whole batches need: variances add up, so it is the root of the difference of the squares."""
+        return sqrt(max(0.0, (self.share_sd or 0.0) ** 2 - self.least_sd**2))
 
 
 def _steps(run: Run, epoch: Epoch) -> Steps:
@@ -122,12 +125,12 @@ def shuffled_longest(counts: np.ndarray, quantile: float) -> int:
     return n
 
 
-def _strength(worst: Epoch, bound: int, is_shuffled: bool, steps: Steps) -> Strength:
-    """By how far runs are beyond R*, and by what of it is left in the steps: their composition, or, with one batch a step, the
-    runs themselves."""
-    far = worst.found.longest_run >= 4 * bound or not is_shuffled
-    felt = steps.are_uneven or steps.batches == 1
-    return "strong" if far and felt else "moderate" if far or felt else "weak"
+def _strength(longest: int, bound: int, steps: Steps) -> Strength:
+    """By what is left of the runs in the steps, which is what the optimizer sees: their composition, or, with one batch a step,
+    the runs themselves. How long a run was by luck says little about that."""
+    if steps.batches == 1:
+        return "strong" if longest >= STRONG_RUN * bound else "moderate"
+    return "strong" if steps.needless >= STRONG_SCATTER else "moderate" if steps.needless >= MODERATE_SCATTER else "weak"
 
 
 def _finding(run: Run, epochs: list[Epoch], bad: list[Epoch], worst: Epoch, bound: int) -> Finding:
@@ -139,6 +142,7 @@ def _finding(run: Run, epochs: list[Epoch], bad: list[Epoch], worst: Epoch, boun
     lag1 = max(epoch.found.lag1_correlation or 0.0 for epoch in bad)
     is_shuffled = z >= RUNS_Z and lag1 <= LAG1_SHUFFLED and longest <= ceil(1.5 * high)
     steps = _steps(run, worst)
+    strength = _strength(longest, bound, steps)
     of_run, lengths = run_lengths(part)
     at = int(lengths.argmax())
     first = worst.begin + int(lengths[:at].sum())
@@ -152,12 +156,12 @@ def _finding(run: Run, epochs: list[Epoch], bad: list[Epoch], worst: Epoch, boun
     text = (
         f"{_which(run, epochs, worst)}the longest run is {batches} of bucket {int(of_run[at])}, which holds {shares[0]:.0%} of "
         f"its batches and {shares[1]:.0%} of its tokens; {bound} is the shortest longest run that these buckets allow. "
-        f"{_comparison(longest, low, high, z, lag1, is_shuffled)} {_steps_text(steps)}"
+        f"{_comparison(longest, low, high, z, lag1, is_shuffled)} {_steps_text(steps, bound, strength)}"
     )
     return Finding(
         kind="batch_order",
         run_id=run.run_id,
-        strength=_strength(worst, bound, is_shuffled, steps),
+        strength=strength,
         title=title,
         text=text,
         advice=_advice(run),
@@ -182,6 +186,7 @@ def _finding(run: Run, epochs: list[Epoch], bad: list[Epoch], worst: Epoch, boun
                 "token_share": shares[1],
                 "step_share_sd": steps.share_sd,
                 "least_step_share_sd": steps.least_sd,
+                "needless_step_share_sd": steps.needless,
                 "leaning_steps": steps.leaning,
                 "looks_like": "shuffle" if is_shuffled else "clustered",
             }
@@ -210,10 +215,8 @@ def _alarm(longest: int, bound: int, z: float, lag1: float) -> tuple[str, str, f
 
 
 def _comparison(longest: int, low: int, high: int, z: float, lag1: float, is_shuffled: bool) -> str:
-    """What a random order of the same batches would have had."""
-    random = (
-        f"A random order of these batches has {low} to {high}" if low < high else f"A random order of these batches has {low}"
-    )
+    """What a random order of the epoch's batches would have had."""
+    random = f"In a random order one epoch of them has {f'{low} to {high}' if low < high else low}"
     if is_shuffled:
         return f"{random}: this is what plain shuffling does."
     if z < RUNS_Z:
@@ -231,19 +234,21 @@ def _shares(run: Run, epoch: Epoch, bucket: int) -> tuple[float, float]:
     return float(own.mean()), float(tokens[own].sum() / tokens.sum()) if tokens.sum() else 0.0
 
 
-def _steps_text(steps: Steps) -> str:
+def _steps_text(steps: Steps, bound: int, strength: Strength) -> str:
+    """What of it the steps feel, and that it decides the strength."""
     if steps.batches == 1:
-        return "A step is one batch, so a run of one bucket is as many steps in a row with gradients of one length only."
+        return (
+            "A step is one batch, so a run of one bucket is as many steps in a row with gradients of one length only: "
+            f"{strength}, as it is {'' if strength == 'strong' else 'not '}beyond {STRONG_RUN} times {bound}."
+        )
     if steps.share_sd is None:
         return f"{steps.leaning:.0%} of its steps lean to one bucket."
-    least, measured = 100 * steps.least_sd, 100 * steps.share_sd
-    verdict = "less than twice that" if measured < STEP_SHARE_TIMES * least else "more than twice that"
-    if measured >= STEP_SHARE_TIMES * least and not steps.are_uneven:
-        verdict += f", but less than the {100 * STEP_SHARE_SD:.0f} points from which on steps are called uneven"
     return (
         f"In its steps of {steps.batches} batches, {steps.leaning:.0%} lean to one bucket and the largest bucket's share of a "
-        f"step scatters by {measured:.0f} points (standard deviation; whole batches would allow {least:.0f}): {verdict}. What "
-        "that does to loss and gradient is measured by itself (loss_composition, spikes_in_bucket_runs)."
+        f"step scatters by {100 * steps.share_sd:.0f} points (standard deviation; whole batches need "
+        f"{100 * steps.least_sd:.0f}). The needless part, {100 * steps.needless:.0f} points, is why this is called {strength} "
+        f"(moderate from {100 * MODERATE_SCATTER:.0f}, strong from {100 * STRONG_SCATTER:.0f} on). What it does to loss and "
+        "gradient is measured by itself (loss_composition, spikes_in_bucket_runs)."
     )
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.random import Generator
 
+from dflash_core.analysis.intervals import MIN_STEPS_FOR_INTERVAL
 from dflash_core.analysis.reader import matrix, numbers
 from dflash_core.analysis.runs import Run
-from dflash_core.analysis.series import MIN_STEPS_FOR_INTERVAL, BoolArray, FloatArray, block_bootstrap
+from dflash_core.analysis.series import BoolArray, FloatArray, resampled_means
 
 # Steps are added up to at most this many pieces before they are drawn again, so that an interval costs the same for any run.
 MOST_PIECES = 400
@@ -58,7 +59,8 @@ def share_of(part: FloatArray, whole: FloatArray, rng: Generator) -> Share | Non
     """Sum of `part` over sum of `whole`, with the interval of a block bootstrap over the steps.
 
     A ratio r of sums varies as the mean of (part - r whole) / mean(whole) does, to first order, so that this series is drawn
-    again. None for fewer than `MIN_STEPS_FOR_INTERVAL` steps, and where nothing passed.
+    again. None for fewer than `MIN_STEPS_FOR_INTERVAL` steps, for steps worth too few independent ones
+    (`intervals.mean_error`), and where nothing passed.
     """
     known = np.isfinite(part) & np.isfinite(whole)
     part, whole = part[known], whole[known]
@@ -69,10 +71,10 @@ def share_of(part: FloatArray, whole: FloatArray, rng: Generator) -> Share | Non
     if len(part) < MIN_STEPS_FOR_INTERVAL:
         return None
     value = float(part.sum() / whole.sum())
-    drawn = block_bootstrap((part - value * whole) / whole.mean(), rng, RESAMPLES)
+    drawn = resampled_means((part - value * whole) / whole.mean(), rng, RESAMPLES)
     if drawn is None:
         return None
-    low, high = np.quantile(drawn.mean, [0.025, 0.975])
+    low, high = np.quantile(drawn, [0.025, 0.975])
     return Share(value, value + float(low), value + float(high))
 
 

@@ -27,11 +27,12 @@ from dflash_core.analysis.findings.curve_tools import (
     wilson_interval,
 )
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
+from dflash_core.analysis.intervals import trend_degree
 from dflash_core.analysis.order import MIXED, leaning_bucket
 from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.run_tables import SETTLED_AFTER_FRACTION
 from dflash_core.analysis.runs import Run
-from dflash_core.analysis.series import BoolArray, FloatArray, block_bootstrap, spikes
+from dflash_core.analysis.series import BoolArray, FloatArray, resampled_means, spikes
 
 MIN_STEPS = 40
 MIN_SPIKES = 5
@@ -206,7 +207,8 @@ def norm_by_position(run: Run, rng: Generator) -> list[dict[str, Any]]:
 
     `level` is `step` for consecutive steps that lean to one bucket, and, where every step is one batch, `batch` for flat runs.
     `position` counts from 1, to at most `MAX_POSITION`; the first tenth of the steps and non-finite values are left out. `_low`
-    and `_high` bound the mean (95 %, block bootstrap over the steps of the position); null for fewer than 20 steps.
+    and `_high` bound the mean (95 %, block bootstrap over the steps of the position); null for fewer than 20 steps,
+    or where these are worth too few independent ones.
     """
     curves = curves_of(run)
     first = round(SETTLED_AFTER_FRACTION * len(curves))
@@ -236,10 +238,10 @@ def _position_row(run_id: str, level: str, position: int, num_steps: int, norm: 
 
 
 def _mean(values: FloatArray, rng: Generator) -> Mean:
-    drawn = block_bootstrap(values, rng, POSITION_RESAMPLES)
+    drawn = resampled_means(values, rng, POSITION_RESAMPLES, trend_degree(len(values)))
     if drawn is None:
         return float(values.mean()), None, None
-    low, high = np.quantile(drawn.mean, CONFIDENCE)
+    low, high = np.quantile(drawn, CONFIDENCE)
     return float(values.mean()), float(low), float(high)
 
 

@@ -22,14 +22,14 @@ from dflash_core.analysis.findings.curve_tools import curves_of
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.run_tables import last_part
 from dflash_core.analysis.runs import Run
-from dflash_core.analysis.series import block_bootstrap
+from dflash_core.analysis.series import resampled_means
 
 MIN_STEPS = 40
 # What decoding adds as a share of what training promises: below the first it is a loss, above the second a surprise.
 MIN_RATIO, MAX_RATIO = 0.5, 3.0
 STRONG_RATIO, MODERATE_RATIO = 0.2, 0.35
 MIN_PROMISE, MIN_DIFFERENCE = 0.5, 0.4
-# Where evaluation gave no interval, or training too few steps for one.
+# Where evaluation gave no interval, or training too few independent steps for one.
 UNKNOWN_SPREAD = 0.2
 
 
@@ -67,11 +67,11 @@ def _promised(run: Run, rng: Generator) -> Length | None:
     if not len(last):
         return None
     value = float(last.mean())
-    drawn = block_bootstrap(last, rng, 300)
+    drawn = resampled_means(last, rng, 300)
     if drawn is None:
         half = UNKNOWN_SPREAD * (value - 1)
         return Length(value, value - half, value + half)
-    low, high = np.quantile(drawn.mean, (0.025, 0.975))
+    low, high = np.quantile(drawn, (0.025, 0.975))
     return Length(value, float(low), float(high))
 
 
