@@ -169,7 +169,7 @@ def test_words_are_defined_where_a_finding_uses_them(runs: list[RunAnalysis], re
     assert len(told.reading) == 2 and told_findings(runs).reading == []
     for text in ("leans to one bucket when it holds more than one batch above", "worst epoch alone", "90 of 100"):
         assert text in told.reading[0] and text in to_markdown(replace(report, findings=told))
-    assert "The strength does not follow the length of the run alone" in told.reading[0]
+    assert "The strength follows what the steps feel and not the length of the run" in told.reading[0]
     assert "behind the first tenth of the steps" in told.reading[1]
     (line,) = (line for line in report.figures if line.startswith("shuffle: inside an epoch"))
     assert "in 90 of 100 shuffles) as the longest of all epochs" in line

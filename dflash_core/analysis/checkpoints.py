@@ -229,9 +229,10 @@ def checkpoint_line(row: Mapping[str, Any]) -> str | None:
     low, high = row["checkpoint_slowdown_low"], row["checkpoint_slowdown_high"]
     many = row["checkpoint_steps"]
     these = "step that overlaps" if many == 1 else "steps that overlap"
-    longer = f"{'was' if many == 1 else 'were'} longer by {row['checkpoint_slowdown']:+.1%}"
+    longer = f"took {row['checkpoint_slowdown']:+.1%} time"
+    verdict = "; no slowdown that the interval could show" if low <= 0 <= high else ""
     return (
         f"{row['name']}: against others of as many padded tokens, the {many} {these} one of {row['num_checkpoints']} checkpoints "
-        f"{longer} (median; 95 % interval {low:+.1%} to {high:+.1%}), the longest by {row['checkpoint_slowdown_max']:+.1%}; of "
+        f"{longer} (median; 95 % interval {low:+.1%} to {high:+.1%}{verdict}), the longest by {row['checkpoint_slowdown_max']:+.1%}; of "
         f"the steps that overlap none, the longest by {row['other_slowdown_max']:+.1%}."
     )

@@ -34,11 +34,8 @@ READING: dict[str, str] = {
         "Batch order: the figures are of the worst epoch alone, and the range of a random order is of that epoch, too (95 of 100 "
         "orders; in the section In figures it is of all epochs of a run, 90 of 100). A step leans to one bucket when it holds "
         "more than one batch above the bucket's quota (the step's batches times the bucket's share of the run), or several "
-        "batches and none of another bucket. The strength does not follow the length of the run alone. It asks two things: "
-        "whether the longest run is at least four times the shortest possible (or the order is one that shuffling does not "
-        "give), and whether steps feel it, which is that the largest bucket's share of a step scatters by at least ten points "
-        "and at least twice as much as whole batches make necessary (with one batch a step always). Strong: both; moderate: "
-        "one; weak: neither."
+        "batches and none of another bucket. The strength follows what the steps feel and not the length of the run: each "
+        "finding says by what."
     ),
     "loss_composition": (
         "Loss composition: shares are of the variance around the trend, behind the first tenth of the steps. The plot of what "

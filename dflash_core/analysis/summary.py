@@ -291,7 +291,10 @@ def comparison_tables(rows: Sequence[Row], comparisons: Sequence[Row]) -> list[T
 
 def _interval(row: Row) -> str:
     if row["ci_low"] is None:
-        return "too few steps" if row["metric"] in OVER_STEPS else "one run each"
+        if row["metric"] not in OVER_STEPS:
+            return "one run each"
+        worth = row["independent_steps"]
+        return "too few steps" if worth is None else f"too few steps (worth {worth:.0f} independent ones)"
     return between(row["ci_low"], row["ci_high"], signed)
 
 
