@@ -233,6 +233,6 @@ def checkpoint_line(row: Mapping[str, Any]) -> str | None:
     verdict = "; no slowdown that the interval could show" if low <= 0 <= high else ""
     return (
         f"{row['name']}: against others of as many padded tokens, the {many} {these} one of {row['num_checkpoints']} checkpoints "
-        f"{longer} (median; 95 % interval {low:+.1%} to {high:+.1%}{verdict}), the longest by {row['checkpoint_slowdown_max']:+.1%}; of "
-        f"the steps that overlap none, the longest by {row['other_slowdown_max']:+.1%}."
+        f"{longer} (median; 95 % interval {low:+.1%} to {high:+.1%}{verdict}), the longest by "
+        f"{row['checkpoint_slowdown_max']:+.1%}; of the steps that overlap none, the longest by {row['other_slowdown_max']:+.1%}."
     )

@@ -43,9 +43,10 @@ def find_composition(run: Run, context: Context) -> list[Finding]:
             strength=strength,
             title=f"{parts.of_fluff:.0%} of the loss curve's roughness is the bucket mix of the steps, not training",
             text=(
-                f"Behind the first tenth of the steps the loss scatters around its trend with a standard deviation of "
-                f"{parts.sd_fluff:.2g} nats; the bucket mix of the step explains {parts.of_fluff:.0%} of that variance (95 % interval {parts.of_fluff_low:.0%} to "
-                f"{parts.of_fluff_high:.0%}; steps permuted at random: at most {parts.by_chance:.0%}). {_extremes(run, parts)} "
+                "Behind the first tenth of the steps the loss scatters around its trend with a standard deviation of "
+                f"{parts.sd_fluff:.2g} nats; the bucket mix of the step explains {parts.of_fluff:.0%} of that variance "
+                f"(95 % interval {parts.of_fluff_low:.0%} to {parts.of_fluff_high:.0%}; steps permuted at random: at "
+                f"most {parts.by_chance:.0%}). {_extremes(run, parts)} "
                 f"With the mix taken out the scatter is {parts.sd_rest:.2g} nats.{_noise_text(noise)}"
             ),
             advice=(
