@@ -94,9 +94,11 @@ def mean_estimate(values: FloatArray, noise: FloatArray, unit: str, rng: Generat
     if not len(values):
         return Estimate(float("nan"), unit)
     degree = trend_degree(len(values))
-    drawn = resampled_means(values, rng, degree=degree)
     error = mean_error(values, degree)
-    return Estimate(float(values.mean()), unit, drawn, float(noise.std()), independent=error and error.independent)
+    drawn = resampled_means(values, rng, degree=degree, error=error)
+    return Estimate(
+        float(values.mean()), unit, drawn, float(noise.std()), independent=None if error is None else error.independent
+    )
 
 
 def _sd(values: FloatArray, unit: str, rng: Generator) -> Estimate:
@@ -104,7 +106,13 @@ def _sd(values: FloatArray, unit: str, rng: Generator) -> Estimate:
         return Estimate(float("nan"), unit, is_ratio=True)
     noise = detrended(values)
     error = variance_error(noise)
-    return Estimate(float(noise.std()), unit, resampled_sds(noise, rng), is_ratio=True, independent=error and error.independent)
+    return Estimate(
+        float(noise.std()),
+        unit,
+        resampled_sds(noise, rng, error=error),
+        is_ratio=True,
+        independent=None if error is None else error.independent,
+    )
 
 
 def comparison_rows(found: Mapping[str, Mapping[str, Estimate]]) -> list[dict[str, Any]]:

@@ -84,7 +84,7 @@ def in_pieces(values: FloatArray) -> FloatArray:
 def without_polynomial(values: FloatArray, degree: int) -> FloatArray:
     """The values less the polynomial that fits them best (least squares)."""
     if degree == 0:
-        return values - values.mean()
+        return np.asarray(values - values.mean())
     basis, _ = np.linalg.qr(np.vander(np.linspace(-1, 1, len(values)), degree + 1))
     return np.asarray(values - basis @ (basis.T @ values))
 
@@ -154,7 +154,7 @@ def _cosines(values: FloatArray, degree: int) -> FloatArray:
 def rescaled(drawn: FloatArray, around: float, error: MeanError) -> FloatArray:
     """Resamples of a mean moved to `around` and widened until their normal 95 % range is as wide as the interval."""
     spread = float(drawn.std())
-    return around + (drawn - drawn.mean()) * (error.half / (NORMAL_95 * spread) if spread > 0 else 0.0)
+    return np.asarray(around + (drawn - drawn.mean()) * (error.half / (NORMAL_95 * spread) if spread > 0 else 0.0))
 
 
 def named_rng(rng: Generator, name: str) -> Generator:

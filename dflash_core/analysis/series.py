@@ -106,7 +106,9 @@ def block_length(values: FloatArray) -> int:
     return int(np.clip(ceil(best), 1, ceil(min(3 * sqrt(n), n / 3))))
 
 
-def resampled_means(values: FloatArray, rng: Generator, num_resamples: int = NUM_RESAMPLES, degree: int = 0) -> FloatArray | None:
+def resampled_means(
+    values: FloatArray, rng: Generator, num_resamples: int = NUM_RESAMPLES, degree: int = 0, error: MeanError | None = None
+) -> FloatArray | None:
     """What the mean of a series becomes in `num_resamples` circular moving-block resamples, as wide as the mean is uncertain.
 
     Blocks keep the autocorrelation that resampling single steps would destroy (intervals would come out far too narrow). Those of
@@ -115,22 +117,25 @@ def resampled_means(values: FloatArray, rng: Generator, num_resamples: int = NUM
 
     Args:
         degree: of the trend, a polynomial, that the series has besides its noise (`intervals.mean_error`).
+        error: `mean_error` of the values, where it is known already.
 
     None for a series shorter than `MIN_STEPS_FOR_INTERVAL`, or worth less than `intervals.MIN_INDEPENDENT` independent steps.
     """
-    error = mean_error(values, degree)
+    error = error or mean_error(values, degree)
     if error is None or not error.is_known:
         return None
     return _resampled(values, rng, num_resamples, error, degree)
 
 
-def resampled_sds(values: FloatArray, rng: Generator, num_resamples: int = NUM_RESAMPLES) -> FloatArray | None:
+def resampled_sds(
+    values: FloatArray, rng: Generator, num_resamples: int = NUM_RESAMPLES, error: MeanError | None = None
+) -> FloatArray | None:
     """What the standard deviation of a stationary series becomes; see `resampled_means`.
 
     A standard deviation varies as the mean of the squares does, divided by twice of it (first order). So that none falls below
     0, logarithms are scaled.
     """
-    error = variance_error(values)
+    error = error or variance_error(values)
     if error is None or not error.is_known:
         return None
     squares = (values - values.mean()) ** 2
