@@ -279,7 +279,7 @@ REPORT_TABLES: dict[str, Table] = {
         {
             "run_id": _RUN,
             "kind": text("Which cause or fault."),
-            "strength": text("`strong`, `moderate` or `weak`."),
+            "strength": text("`strong`, `moderate` or `weak`: the size of the harm, not how sure the cause is."),
             "title": text("One line."),
             "text": text("The evidence in words."),
             "advice": text("What to do about it."),
