@@ -110,7 +110,8 @@ def _read_compacted(path: Path, source_bytes: int | None, stream: str) -> pa.Tab
     Where the source is gone, nothing better can be made: what an earlier version wrote is brought into today's columns.
     """
     try:
-        table = pq.read_table(path)
+        with pq.ParquetFile(path) as file:  # without the detours that `read_table` makes for folders of files
+            table = file.read(use_threads=False)
     except (OSError, pa.ArrowInvalid) as error:
         if source_bytes is None:
             raise DataError(f"{path}: not a readable Parquet file: {error}") from None
@@ -225,9 +226,13 @@ def last_attempts(table: pa.Table, keys: Iterable[str] = ("step",)) -> pa.Table:
 
 
 def numbers(table: pa.Table, column: str, missing: float = np.nan) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """A column as float64, nulls as `missing`."""
-    values = pc.fill_null(table[column].cast(pa.float64()), missing)
-    return np.asarray(values.to_numpy())
+    """A column as float64, nulls as `missing`. It may be the table's own memory, which cannot be written to."""
+    values = table[column]
+    if not pa.types.is_float64(values.type):
+        values = values.cast(pa.float64())
+    if values.null_count:
+        values = pc.fill_null(values, missing)
+    return np.asarray(values.chunk(0).to_numpy() if values.num_chunks == 1 else values.to_numpy())
 
 
 def matrix(table: pa.Table, column: str) -> np.ndarray[Any, np.dtype[np.float64]]:
