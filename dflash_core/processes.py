@@ -27,7 +27,7 @@ def default_num_processes() -> int:
 def one_thread() -> None:
     """For `start`: libraries that compute with threads of their own use one, for there is a process per core already. They look
     when they are loaded, so nothing that loads them may be preloaded."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "POLARS_MAX_THREADS"):
         os.environ[name] = "1"
 
 

@@ -77,20 +77,31 @@ def _joined(key: tuple[int, int], begin: Mapping[str, Any], end: Mapping[str, An
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of each step: the end (seconds since 1970), the attempt, the time it took with the snapshot before it, and the share by
-    which that is more than what its size lets expect (NaN where nothing can be said)."""
+    """Of each checkpoint the rows of the steps that overlap it; of each step the share by which the time it took, with the
+    snapshot before it, is more than what its size lets expect (NaN where nothing can be said), and whether it overlaps one."""
 
-    end: FloatArray
-    attempt: FloatArray
-    seconds: FloatArray
+    during: list[IntArray]
     slowdown: FloatArray
     overlaps: BoolArray
 
 
-def _during(end: FloatArray, attempt: FloatArray, seconds: FloatArray, one: Checkpoint) -> IntArray:
-    """Rows of the steps that overlap a checkpoint."""
-    near = np.flatnonzero((end > one.begin) & (end - seconds < one.end))
-    return np.asarray(near[attempt[near] == one.attempt])
+def _during(end: FloatArray, attempt: FloatArray, seconds: FloatArray, checkpoints: list[Checkpoint]) -> list[IntArray]:
+    """For each checkpoint the rows of the steps that overlap it.
+
+    Steps are nearly in the order of time. So those that end behind the begin of a checkpoint are looked for only from the first
+    row on behind which some step does, and only up to the last row before which some step begins before the checkpoint's end.
+    """
+    latest_end = np.maximum.accumulate(np.where(np.isnan(end), -np.inf, end))
+    begin = end - seconds
+    earliest_begin = np.minimum.accumulate(np.where(np.isnan(begin), np.inf, begin)[::-1])[::-1]
+    firsts = np.searchsorted(latest_end, [one.begin for one in checkpoints], side="right").tolist()
+    lasts = np.searchsorted(earliest_begin, [one.end for one in checkpoints], side="left").tolist()
+    found = []
+    for one, first, last in zip(checkpoints, firsts, lasts, strict=True):
+        near = slice(first, last)
+        is_during = (end[near] > one.begin) & (begin[near] < one.end) & (attempt[near] == one.attempt)
+        found.append(first + np.flatnonzero(is_during))
+    return found
 
 
 def step_times(run: Run, checkpoints: list[Checkpoint]) -> StepTimes:
@@ -105,8 +116,9 @@ def step_times(run: Run, checkpoints: list[Checkpoint]) -> StepTimes:
         row = row_of.get((one.step, one.attempt))
         if row is not None:
             seconds[row] += one.snapshot_s + one.wait_s
-    for one in checkpoints:
-        overlaps[_during(end, attempt, seconds, one)] = True
+    during = _during(end, attempt, seconds, checkpoints)
+    for rows in during:
+        overlaps[rows] = True
     tokens = numbers(steps, "num_padded_tokens")
     # The first step of a process waits for the pipeline to fill.
     known = np.isfinite(tokens) & np.isfinite(seconds) & np.append(False, attempt[1:] == attempt[:-1])
@@ -116,7 +128,7 @@ def step_times(run: Run, checkpoints: list[Checkpoint]) -> StepTimes:
         expected = _line(tokens, tokens[others], seconds[others])
         if (expected[known] > 0).all():
             slowdown[known] = seconds[known] / expected[known] - 1
-    return StepTimes(end, attempt, seconds, slowdown, overlaps)
+    return StepTimes(during, slowdown, overlaps)
 
 
 def _line(at: FloatArray, x: FloatArray, y: FloatArray) -> FloatArray:
@@ -163,8 +175,8 @@ def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
 
 def _rows(run: Run, found: list[Checkpoint], times: StepTimes) -> list[dict[str, Any]]:
     rows = []
-    for one in found:
-        slowdown = times.slowdown[_during(times.end, times.attempt, times.seconds, one)]
+    for one, during in zip(found, times.during, strict=True):
+        slowdown = times.slowdown[during]
         slowdown = slowdown[np.isfinite(slowdown)]
         rows.append(
             {

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 from dflash_core.analysis.reader import numbers
-from dflash_core.analysis.runs import Run
+from dflash_core.analysis.runs import Run, once_per_run
 from dflash_core.bucketing import OrderLevels, order_levels, order_statistics, run_lengths, shortest_possible_longest_run
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -56,6 +56,7 @@ def _counted(run_id: str, level: str, orders: list[IntArray]) -> Iterator[dict[s
         }
 
 
+@once_per_run
 def step_counts(run: Run) -> IntArray:
     """Batches per bucket of each trained step, [steps, buckets]; steps in order, those without batches left out."""
     step, buckets = numbers(run.batches, "step").astype(np.int64), run.num_buckets
@@ -65,6 +66,7 @@ def step_counts(run: Run) -> IntArray:
     return np.asarray(counts[counts.any(axis=1)])
 
 
+@once_per_run
 def leaning_bucket(run: Run) -> IntArray:
     """For each step the bucket that it leans to, or `MIXED`.
 

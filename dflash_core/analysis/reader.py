@@ -6,7 +6,6 @@ counts once: the rows of its last attempt stay, those of earlier ones go.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.json
 import pyarrow.parquet as pq
 
+from dflash_core.analysis.fast_rows import LEAST_BYTES, read_fast
 from dflash_core.analysis.tables import COLUMNS, SCHEMA_VERSION, STREAMS, VERSION_KEY, write_table
 from dflash_core.errors import DataError
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE_BYTES_KEY = "dflash.source_bytes"
 # The other streams hold fields of many kinds, whose types Arrow's reader would guess (a text like a date becomes a date).
-PARSED_BY_ARROW = ("steps", "batches", "stats")
+FIXED_STREAMS = ("steps", "batches", "stats")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -110,7 +110,8 @@ def _read_compacted(path: Path, source_bytes: int | None, stream: str) -> pa.Tab
     Where the source is gone, nothing better can be made: what an earlier version wrote is brought into today's columns.
     """
     try:
-        table = pq.read_table(path)
+        with pq.ParquetFile(path) as file:  # without the detours that `read_table` makes for folders of files
+            table = file.read(use_threads=False)
     except (OSError, pa.ArrowInvalid) as error:
         if source_bytes is None:
             raise DataError(f"{path}: not a readable Parquet file: {error}") from None
@@ -140,10 +141,13 @@ def _of_today(table: pa.Table, stream: str, path: Path) -> pa.Table:
 
 
 def _parse(data: bytes, path: Path, stream: str) -> pa.Table:
-    whole = data[: data.rfind(b"\n") + 1]
-    if stream in PARSED_BY_ARROW and whole == data and data.strip():
+    if stream in FIXED_STREAMS and data.endswith(b"\n") and not data.isspace():
+        schema = _schema_of_first(data, stream)
+        table = read_fast(data, schema) if stream == "batches" and len(data) >= LEAST_BYTES else None
+        if table is not None:
+            return _typed(table, stream)
         try:
-            return _typed(_parse_by_arrow(data, stream), stream)
+            return _typed(_parse_by_arrow(data, schema), stream)
         except pa.ArrowInvalid:
             pass  # the slow way below takes what Arrow does not, or finds the row and says what is wrong with it
     try:
@@ -157,13 +161,22 @@ def _raw_schema(stream: str) -> pa.Schema:
     return pa.schema([(f.name, pa.float64() if f.name == "time" else f.type) for f in STREAMS[stream]])
 
 
-def _parse_by_arrow(data: bytes, stream: str) -> pa.Table:
-    """What types it does not have to guess it reads faster; so it is told those of the fields that the first row has."""
+def _schema_of_first(data: bytes, stream: str) -> pa.Schema:
+    """The stream's schema with the optional fields that the first row has."""
     first = data[: data.find(b"\n")]
     known = list(_raw_schema(stream))
     known += [(n, c.type) for n, c in COLUMNS[stream].items() if c.optional and f'"{n}":'.encode() in first]
-    options = pyarrow.json.ParseOptions(explicit_schema=pa.schema(known), unexpected_field_behavior="infer")
-    return pyarrow.json.read_json(io.BytesIO(data), parse_options=options)
+    return pa.schema(known)
+
+
+def _parse_by_arrow(data: bytes, schema: pa.Schema) -> pa.Table:
+    """Other fields than those of the schema become columns, too. What types it does not have to guess Arrow reads faster.
+
+    With one thread to compute with, others for reading would only cost.
+    """
+    reading = pyarrow.json.ReadOptions(use_threads=pa.cpu_count() > 1)
+    options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer")
+    return pyarrow.json.read_json(pa.BufferReader(data), read_options=reading, parse_options=options)
 
 
 def _table_of_rows(rows: list[dict[str, Any]], stream: str) -> pa.Table:
@@ -225,9 +238,13 @@ def last_attempts(table: pa.Table, keys: Iterable[str] = ("step",)) -> pa.Table:
 
 
 def numbers(table: pa.Table, column: str, missing: float = np.nan) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """A column as float64, nulls as `missing`."""
-    values = pc.fill_null(table[column].cast(pa.float64()), missing)
-    return np.asarray(values.to_numpy())
+    """A column as float64, nulls as `missing`. It may be the table's own memory, which cannot be written to."""
+    values = table[column]
+    if not pa.types.is_float64(values.type):
+        values = values.cast(pa.float64())
+    if values.null_count:
+        values = pc.fill_null(values, missing)
+    return np.asarray(values.chunk(0).to_numpy() if values.num_chunks == 1 else values.to_numpy())
 
 
 def matrix(table: pa.Table, column: str) -> np.ndarray[Any, np.dtype[np.float64]]:

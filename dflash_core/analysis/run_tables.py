@@ -114,26 +114,27 @@ def bucket_rows(run: Run) -> list[dict[str, Any]]:
     `batch_share` and `token_share` are shares of the run. `mean_loss` is the sum of weighted losses over the sum of weights,
     in nats, over the batches where both are finite.
     """
-    frame = pd.DataFrame({name: numbers(run.batches, name, missing=0) for name in (*SUMMED_BATCH_FIELDS, "max_seq_len")})
-    frame["bucket"] = run.buckets()
+    columns = {name: numbers(run.batches, name, missing=0) for name in (*SUMMED_BATCH_FIELDS, "max_seq_len")}
     loss, weight = numbers(run.batches, "loss_sum"), numbers(run.batches, "weight_sum")
     usable = np.isfinite(loss) & np.isfinite(weight)
-    frame["loss"], frame["weight"] = np.where(usable, loss, 0.0), np.where(usable, weight, 0.0)
+    loss, weight = np.where(usable, loss, 0.0), np.where(usable, weight, 0.0)
+    bucket = run.buckets()
     rows = []
-    for bucket, part in frame.groupby("bucket"):
-        sums = {name: int(part[name].sum()) for name in SUMMED_BATCH_FIELDS}
+    for one in np.flatnonzero(np.bincount(bucket)).tolist():
+        part = np.flatnonzero(bucket == one)
+        sums = {name: int(columns[name][part].sum()) for name in SUMMED_BATCH_FIELDS}
         rows.append(
             {
                 "run_id": run.run_id,
-                "bucket": int(str(bucket)),
+                "bucket": one,
                 "num_batches": len(part),
                 **sums,
-                "batch_share": len(part) / len(frame),
-                "token_share": _ratio(sums["num_tokens"], frame["num_tokens"].sum()),
+                "batch_share": len(part) / len(bucket),
+                "token_share": _ratio(sums["num_tokens"], columns["num_tokens"].sum()),
                 "padding_efficiency": _ratio(sums["num_tokens"], sums["num_padded_tokens"]),
                 "mean_seq_len": _ratio(sums["num_tokens"], sums["num_sequences"]),
-                "max_seq_len": int(part["max_seq_len"].max()),
-                "mean_loss": _ratio(part["loss"].sum(), part["weight"].sum()),
+                "max_seq_len": int(columns["max_seq_len"][part].max()),
+                "mean_loss": _ratio(loss[part].sum(), weight[part].sum()),
             }
         )
     return rows

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -64,7 +65,8 @@ class RunFacts:
 class Run(RunFacts):
     """A run folder (docs/design.md 4), with the last attempt of each step only.
 
-    `steps` is sorted by step and `batches` by sequence number: the order in which they were trained.
+    `steps` is sorted by step and `batches` by sequence number: the order in which they were trained. `kept` holds what
+    `once_per_run` keeps.
     """
 
     num_attempts: int
@@ -73,17 +75,42 @@ class Run(RunFacts):
     evals: pa.Table
     events: pa.Table
     stats: pa.Table
+    kept: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_buckets(self) -> int:
         """Buckets of the configuration, or as many as the batches show."""
-        seen = int(numbers(self.batches, "bucket").max()) + 1
+        seen = int(self.buckets().max()) + 1
         configured = self.setting("bucketing.num_buckets")
         return max(seen, configured) if isinstance(configured, int) and configured <= MOST_BUCKETS else seen
 
     def buckets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The bucket of each batch in training order."""
-        return numbers(self.batches, "bucket").astype(np.int64)
+        """The bucket of each batch in training order; not to be written to."""
+        return _buckets(self)
+
+
+Made = TypeVar("Made")
+
+
+def once_per_run(make: Callable[[Run], Made]) -> Callable[[Run], Made]:
+    """For what several tables and detectors take from a run, and takes long: it is made once and kept with the run.
+
+    All callers get the same object, so none may write to it.
+    """
+
+    @wraps(make)
+    def kept(run: Run) -> Made:
+        if make not in run.kept:
+            run.kept[make] = make(run)
+        found: Made = run.kept[make]
+        return found
+
+    return kept
+
+
+@once_per_run
+def _buckets(run: Run) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return numbers(run.batches, "bucket").astype(np.int64)
 
 
 def load_facts(folder: Path) -> RunFacts:

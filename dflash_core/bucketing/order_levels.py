@@ -131,7 +131,8 @@ def order_levels(
         return order_statistics(num_buckets=num_buckets, **{name: array[chosen] for name, array in flat.items()})
 
     whole = described(slice(None))
-    by_cell = tuple(described(np.flatnonzero(cells == c)) for c in range(num_cells))
+    # The batches of the only cell are all batches.
+    by_cell = (whole,) if num_cells == 1 else tuple(described(np.flatnonzero(cells == c)) for c in range(num_cells))
     return OrderLevels(whole, by_cell, _step_statistics(arrays, cells, num_buckets, num_cells, whole.step_share_sd))
 
 

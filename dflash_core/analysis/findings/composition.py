@@ -6,7 +6,7 @@ import numpy as np
 
 from dflash_core.analysis.findings.curve_tools import bucket_name, curves_of
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
-from dflash_core.analysis.findings.loss_parts import Fit, LossParts, fit_composition, parts_of
+from dflash_core.analysis.findings.loss_parts import Fit, LossParts, fit_loss, parts_of
 from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.runs import Run
 
@@ -23,7 +23,7 @@ NOISIER_STEPS = 1.3
 def find_composition(run: Run, context: Context) -> list[Finding]:
     """`loss_composition`: printed from a fifth of the variance around the trend on."""
     curves = curves_of(run)
-    fit = fit_composition(run, curves.loss)
+    fit = fit_loss(run)
     if fit is None or not fit.explained >= max(MIN_SHARE, MIN_BIASES * fit.bias):
         return []
     parts = parts_of(fit, context.rng)

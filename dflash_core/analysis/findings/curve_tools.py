@@ -15,7 +15,7 @@ from numpy.random import Generator
 
 from dflash_core.analysis.intervals import mean_error, rescaled
 from dflash_core.analysis.reader import matrix, numbers
-from dflash_core.analysis.runs import Run
+from dflash_core.analysis.runs import Run, once_per_run
 from dflash_core.analysis.series import END_STEPS, BoolArray, FloatArray, block_length, reflected
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -47,6 +47,7 @@ class Curves:
         return len(self.step)
 
 
+@once_per_run
 def curves_of(run: Run) -> Curves:
     """The curves of a run. Where steps have no expected acceptance length it is made from the accuracy of the slots."""
     steps = run.steps
@@ -171,6 +172,7 @@ def bucket_name(run: Run, bucket: int) -> str:
     return f"bucket {bucket} (sequences up to {int(longest.max())} tokens)" if len(longest) else f"bucket {bucket}"
 
 
+@once_per_run
 def steps_with_batches(run: Run) -> IntArray:
     """The steps that have batches, ascending, without sorting where the batches are in the order of their steps."""
     step = numbers(run.batches, "step").astype(np.int64)

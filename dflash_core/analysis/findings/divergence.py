@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_core.analysis.findings.curve_tools import Curves, curves_of, moving_mean, robust_sd, trend
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
-from dflash_core.analysis.findings.loss_parts import bucket_shares, fit_composition, without_mix
+from dflash_core.analysis.findings.loss_parts import fit_loss, step_shares, without_mix
 from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import BoolArray, FloatArray, spikes
@@ -106,8 +106,8 @@ def _climb(loss: FloatArray) -> tuple[int | None, float, float]:
 def _is_of_the_mix(run: Run, curves: Curves, is_strong: bool) -> bool:
     """Whether the loss ends high because the run ends with buckets that lose more: without their effect, or against steps of
     the same buckets, it has not climbed. Where such steps are too few to say, only a strong rise counts as one."""
-    shares = bucket_shares(run, curves.step)
-    if _climb(without_mix(curves.loss, fit_composition(run, curves.loss, shares)))[0] is None:
+    shares = step_shares(run)
+    if _climb(without_mix(curves.loss, fit_loss(run)))[0] is None:
         return True
     width = max(LEVEL_STEPS, math.ceil(MIX_BATCHES * len(curves) / len(run.batches)))
     around = moving_mean(np.nan_to_num(shares).T, width)

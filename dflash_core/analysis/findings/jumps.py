@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflash_core.analysis.findings.curve_tools import SD_PER_MAD, IntArray, binomial_tail, robust_sd, trend
-from dflash_core.analysis.series import TREND_STEPS, FloatArray
+from dflash_core.analysis.series import TREND_STEPS, FloatArray, inner_median
 
 MIN_STEPS = 40
 BEFORE, BEHIND = 11, 3
@@ -114,8 +114,7 @@ def _filtered(y: FloatArray) -> FloatArray:
 
 def _median_before(y: FloatArray) -> FloatArray:
     """Median of the `BEFORE` values before each one; of as many as there are at the start, and the first itself."""
-    windows = np.lib.stride_tricks.sliding_window_view(y, BEFORE)[:-1]
-    medians = np.partition(windows, BEFORE // 2, axis=1)[:, BEFORE // 2]
+    medians = inner_median(y, BEFORE)[:-1]
     start = [y[0]] + [float(np.median(y[:i])) for i in range(1, BEFORE)]
     return np.concatenate((start, medians))
 

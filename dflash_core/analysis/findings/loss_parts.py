@@ -32,7 +32,7 @@ from dflash_core.analysis.findings.curve_tools import (
 )
 from dflash_core.analysis.reader import matrix, numbers
 from dflash_core.analysis.run_tables import SETTLED_AFTER_FRACTION
-from dflash_core.analysis.runs import Run
+from dflash_core.analysis.runs import Run, once_per_run
 from dflash_core.analysis.series import TREND_STEPS, BoolArray, FloatArray
 
 MIN_STEPS = 40
@@ -150,12 +150,15 @@ def bucket_shares(run: Run, step: np.ndarray) -> FloatArray:
     return np.asarray(np.divide(weights, total, out=np.full_like(weights, np.nan), where=total > 0))
 
 
-def fit_composition(run: Run, values: FloatArray, shares: FloatArray | None = None) -> Fit | None:
-    """Fit the model to one curve of the run; None where there are too few steps, or every step has the same mix.
+@once_per_run
+def step_shares(run: Run) -> FloatArray:
+    """`bucket_shares` of all steps of the run."""
+    return bucket_shares(run, curves_of(run).step)
 
-    `shares` are the run's `bucket_shares`, where the caller has them.
-    """
-    shares = bucket_shares(run, numbers(run.steps, "step")) if shares is None else shares
+
+def fit_composition(run: Run, values: FloatArray) -> Fit | None:
+    """Fit the model to one curve of the run; None where there are too few steps, or every step has the same mix."""
+    shares = step_shares(run)
     usable = np.isfinite(values) & np.isfinite(shares[:, 0])
     settled = usable & (np.arange(len(values)) >= round(SETTLED_AFTER_FRACTION * len(values)))
     n = int(settled.sum())
@@ -230,6 +233,7 @@ def _inverse(x: FloatArray) -> tuple[FloatArray, int]:
     return np.asarray((vectors[:, keep] / values[keep]) @ vectors[:, keep].T), int(keep.sum())
 
 
+@once_per_run
 def fit_loss(run: Run) -> Fit | None:
     """`fit_composition` of the run's loss; None for a run too short to say, or whose steps all have the same mix."""
     return fit_composition(run, curves_of(run).loss)

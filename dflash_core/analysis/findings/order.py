@@ -8,6 +8,7 @@ from math import ceil, floor, sqrt
 
 import numpy as np
 
+from dflash_core.analysis.findings.curve_tools import steps_with_batches
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.findings.pipeline_rows import column, plain
 from dflash_core.analysis.order import MIXED, leaning_bucket, step_counts
@@ -102,7 +103,7 @@ class Steps:
 def _steps(run: Run, epoch: Epoch) -> Steps:
     """Of the steps of one epoch; the one in which two epochs meet counts to both."""
     step = column(run.batches, "step")
-    trained = np.unique(step)
+    trained = steps_with_batches(run)
     own = (trained >= step[epoch.begin]) & (trained <= step[epoch.end - 1])
     counts, leaning = step_counts(run)[own], leaning_bucket(run)[own]
     size = int(counts.sum(axis=1).max())

@@ -103,7 +103,7 @@ class Candidate:
 def candidates(run: Run, curves: Curves, resets: IntArray) -> list[Candidate]:
     """Every cause that happened in the run, against resets at these indices of steps."""
     found = [_of_points(key, events, resets, len(curves)) for key, events in point_events(run, curves).items() if len(events)]
-    return found + _of_bucket_runs(run, curves, resets)
+    return found + _of_bucket_runs(run, resets)
 
 
 def point_events(run: Run, curves: Curves) -> dict[str, IntArray]:
@@ -155,9 +155,9 @@ def _of_points(key: str, events: IntArray, resets: IntArray, num_steps: int) -> 
     return _candidate(key, len(events), hits, len(resets) * share, binomial_range(len(resets), share), tail, used)
 
 
-def _of_bucket_runs(run: Run, curves: Curves, resets: IntArray) -> list[Candidate]:
+def _of_bucket_runs(run: Run, resets: IntArray) -> list[Candidate]:
     """The bucket and kind of run that fits best, its probability times the number that was tried."""
-    tried = [runs for runs in bucket_runs(run, curves.step) if 0 < runs.members.mean() <= MAX_SHARE_IN_RUNS]
+    tried = [runs for runs in bucket_runs(run) if 0 < runs.members.mean() <= MAX_SHARE_IN_RUNS]
     found = [(_of_runs(runs, resets, len(tried)), runs) for runs in tried]
     if not found:
         return []

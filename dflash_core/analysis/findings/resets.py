@@ -15,7 +15,7 @@ import numpy as np
 from dflash_core.analysis.findings.curve_tools import Curves, IntArray, curves_of, listed, steps_condition
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.findings.jumps import Jump, merged, recurrent_jumps, upward_jumps
-from dflash_core.analysis.findings.loss_parts import bucket_shares, fit_composition, without_mix
+from dflash_core.analysis.findings.loss_parts import fit_composition, fit_loss, step_shares, without_mix
 from dflash_core.analysis.findings.reset_causes import MAX_TAIL, NAMES, Candidate, candidates, named_causes, point_events
 from dflash_core.analysis.runs import Run
 from dflash_core.analysis.series import FloatArray
@@ -117,18 +117,18 @@ def find_resets(run: Run, context: Context) -> list[Finding]:
         causes = named_causes(asked)
         if causes:
             return [_finding(run, curves, one, asked, causes, None)]
-    if len(one.at) and np.isin(one.at, mix_changes(run, curves.step, one.at)).mean() >= MOST_AT_CHANGES:
+    if len(one.at) and np.isin(one.at, mix_changes(run, one.at)).mean() >= MOST_AT_CHANGES:
         return []
     return [_finding(run, curves, one, asked, [], None)] if len(one.at) else []
 
 
-def mix_changes(run: Run, step: IntArray, at: IntArray) -> IntArray:
+def mix_changes(run: Run, at: IntArray) -> IntArray:
     """Those of the moments at which one mix of buckets follows another for good, as in a sorted order: what the loss does there
     is what the buckets do, and no fit can tell that apart from anything else."""
-    shares = np.nan_to_num(bucket_shares(run, step))
+    shares = np.nan_to_num(step_shares(run))
     changes = []
     for one in at.tolist():
-        near = range(max(0, one - 2), min(len(step), one + 3))
+        near = range(max(0, one - 2), min(len(shares), one + 3))
         apart = [
             np.abs(shares[max(0, i - MIX_STEPS) : i].mean(axis=0) - shares[i : i + MIX_STEPS].mean(axis=0)).sum()
             for i in near
@@ -142,12 +142,11 @@ def mix_changes(run: Run, step: IntArray, at: IntArray) -> IntArray:
 def _without_mix(run: Run, curves: Curves, is_asked: bool) -> tuple[tuple[FloatArray, FloatArray] | None, float]:
     """Both curves without the effect of the bucket mix, and how much of the loss it explains; None where that is too little to
     bring out resets that are not seen with it, or, where there are some (`is_asked`), to be their cause."""
-    shares = bucket_shares(run, curves.step)
-    of_loss = fit_composition(run, curves.loss, shares)
+    of_loss = fit_loss(run)
     mix = 0.0 if of_loss is None else of_loss.explained
     if not is_asked and mix < MIX_MATTERS:
         return None, mix
-    of_acceptance = fit_composition(run, curves.acceptance, shares)
+    of_acceptance = fit_composition(run, curves.acceptance)
     if max(mix, 0.0 if of_acceptance is None else of_acceptance.explained) < MIN_MIX:
         return None, mix
     return (without_mix(curves.loss, of_loss), without_mix(curves.acceptance, of_acceptance)), mix

@@ -31,7 +31,7 @@ from dflash_core.analysis.intervals import trend_degree
 from dflash_core.analysis.order import MIXED, leaning_bucket
 from dflash_core.analysis.reader import numbers
 from dflash_core.analysis.run_tables import SETTLED_AFTER_FRACTION
-from dflash_core.analysis.runs import Run
+from dflash_core.analysis.runs import Run, once_per_run
 from dflash_core.analysis.series import BoolArray, FloatArray, resampled_means, spikes
 
 MIN_STEPS = 40
@@ -68,9 +68,11 @@ class Overlap(NamedTuple):
         return int(self.by_shift[0])
 
 
-def bucket_runs(run: Run, step: IntArray) -> list[Runs]:
-    """The bucket runs of each kind and bucket, with one flag per step in `step`."""
-    found = [Runs("step", bucket, leaning == bucket) for leaning in [step_leaning(run, step)] for bucket in _present(leaning)]
+@once_per_run
+def bucket_runs(run: Run) -> list[Runs]:
+    """The bucket runs of each kind and bucket, with one flag per step."""
+    step, leaning = curves_of(run).step, step_leaning(run)
+    found = [Runs("step", bucket, leaning == bucket) for bucket in _present(leaning)]
     lengths, buckets = _flat_runs(run)
     at = np.searchsorted(step, numbers(run.batches, "step").astype(np.int64))
     long_enough = lengths >= max(MIN_RUN_BATCHES, round(len(run.batches) / len(step)) + 1)
@@ -83,9 +85,10 @@ def bucket_runs(run: Run, step: IntArray) -> list[Runs]:
     return found
 
 
-def step_leaning(run: Run, step: IntArray) -> IntArray:
+@once_per_run
+def step_leaning(run: Run) -> IntArray:
     """The bucket that each step leans to, `MIXED` for none and where a step has no batches."""
-    trained = steps_with_batches(run)
+    step, trained = curves_of(run).step, steps_with_batches(run)
     leaning = np.full(len(step), MIXED)
     place = np.searchsorted(step, trained)
     known = (place < len(step)) & (step[np.minimum(place, len(step) - 1)] == trained)
@@ -112,7 +115,7 @@ def find_spikes(run: Run, context: Context) -> list[Finding]:
     spike = is_spike[first:]
     if len(spike) < MIN_STEPS or spike.sum() < MIN_SPIKES:
         return []
-    candidates = [Runs(r.level, r.bucket, r.members[first:]) for r in bucket_runs(run, curves.step)]
+    candidates = [Runs(r.level, r.bucket, r.members[first:]) for r in bucket_runs(run)]
     candidates = [r for r in candidates if MIN_SHARE_IN_RUNS <= r.members.mean() <= MAX_SHARE_IN_RUNS]
     best = best_overlap(spike, candidates)
     if best is None:
@@ -212,7 +215,7 @@ def norm_by_position(run: Run, rng: Generator) -> list[dict[str, Any]]:
     """
     curves = curves_of(run)
     first = round(SETTLED_AFTER_FRACTION * len(curves))
-    leaning = step_leaning(run, curves.step)
+    leaning = step_leaning(run)
     levels = {"step": np.where(leaning == MIXED, 0, positions(leaning))}
     if len(run.batches) == len(curves) and (numbers(run.batches, "step") == curves.step).all():
         levels["batch"] = positions(run.buckets())
