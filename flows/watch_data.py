@@ -300,7 +300,7 @@ def _announce(watcher: Watcher, new: Mapping[str, str], memory_file: Path, exper
     send(event(watcher.folder, list(new), experiment), url)
     watcher.announce(new)
     watcher.memory.save(memory_file)
-    log.info("announced %d new files: %s", len(new), ", ".join(list(new)[:5]) + (", ..." if len(new) > 5 else ""))
+    log.info("announced %d new file%s: %s", len(new), "s" if len(new) > 1 else "", ", ".join(list(new)[:5]) + (", ..." if len(new) > 5 else ""))
     return True
 
 

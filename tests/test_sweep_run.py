@@ -19,8 +19,8 @@ import yaml
 from flows import server
 from tests.conftest import REPOSITORY, write_micro_experiment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-PATIENCE_S = 150.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+PATIENCE_S = 300.0
 STEPS = 100
 
 
@@ -47,12 +47,12 @@ class Place:
 
     def manifest(self, run: str) -> dict[str, Any]:
         """Of the run of a point of the grid; empty before there is one."""
-        found = [path for path in self.home.glob(f"runs/micro-{run}-*/manifest.json")]
+        found = list(self.home.glob(f"runs/micro-sweep-{run}-*/manifest.json"))
         assert len(found) <= 1, "the run of a point is found again"
         return json.loads(found[0].read_text()) if found else {}
 
     def steps(self, run: str) -> int:
-        return sum(path.read_text().count("\n") for path in self.home.glob(f"runs/micro-{run}-*/metrics/steps.jsonl"))
+        return sum(path.read_text().count("\n") for path in self.home.glob(f"runs/micro-sweep-{run}-*/metrics/steps.jsonl"))
 
 
 @pytest.fixture
