@@ -27,7 +27,9 @@ PATIENCE_S = 120.0
 FORMS = ("experiment", "sweep")  # the others look like the first
 ARTIFACTS = ("comparison", "retraining")  # how their keys begin
 # Where a workspace lies says nothing to a reader.
-SHORTEN = "document.querySelectorAll('code').forEach(one => one.innerText = one.innerText.replace(/^.*\\/workspace\\//, 'workspace/'))"
+SHORTEN = """document.querySelectorAll("code").forEach(one => {
+  one.innerText = one.innerText.replace(/^.*\\/workspace\\//, "workspace/");
+})"""
 SUBMIT = "[...document.querySelectorAll('button')].find(one => one.innerText.trim() === 'Submit')"
 FILLED = f"{SUBMIT} && document.querySelector('form textarea')?.value.endsWith('.yaml')"
 
@@ -93,7 +95,11 @@ def pages(api: str) -> Iterator[tuple[str, str, str]]:
     for start in ARTIFACTS:
         found = next((one for one in artifacts if (one["key"] or "").startswith(f"{start}-")), None)
         if found:
-            yield f"flows-{start}", f"{site}/artifacts/artifact/{found['id']}", "!!document.querySelector('.app-router-view__view table')"
+            yield (
+                f"flows-{start}",
+                f"{site}/artifacts/artifact/{found['id']}",
+                "!!document.querySelector('.app-router-view__view table')",
+            )
 
 
 def submit(browser: Pages, api: str, form: str) -> None:
@@ -115,7 +121,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("api", help="address of the server's API, as `dflash server url` says it")
     parser.add_argument("out", type=Path, help="folder of the pictures")
-    parser.add_argument("--scale", type=float, default=0.75, help="pixels of a picture per pixel of the page; default: %(default)g")
+    parser.add_argument(
+        "--scale", type=float, default=0.75, help="pixels of a picture per pixel of the page; default: %(default)g"
+    )
     parser.add_argument("--submit", action="store_true", help="press the button of the experiment's form, too")
     given = parser.parse_args()
     chromium = find_chromium()

@@ -240,7 +240,8 @@ def analyze(config: ExperimentConfig, run_dirs: list[str]) -> dict[str, Any]:
     from dflash_core import experiment
 
     result = experiment.analyze(config, [Path(run_dir) for run_dir in run_dirs])
-    markdown = f"# {config.name}\n\n{markdown_table(result['table'])}\n\nReport, on the machine of this flow run: `{result['report_html']}`\n"
+    report = f"Report, on the machine of this flow run: `{result['report_html']}`"
+    markdown = f"# {config.name}\n\n{markdown_table(result['table'])}\n\n{report}\n"
     key = "".join(letter if letter.isalnum() else "-" for letter in config.name.lower())
     identifier = create_markdown_artifact(
         markdown, key=f"comparison-{key}", description=f"Comparison of the runs of {config.name}"

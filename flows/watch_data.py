@@ -246,9 +246,8 @@ def _watch(arguments: argparse.Namespace) -> None:
     folder = arguments.folder.absolute()
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    if arguments.experiment is not None:
-        if len(load_experiment(arguments.experiment).variants()) > 1:  # each retraining would fail, and nobody looks at it
-            raise UserError(f"{arguments.experiment}: a retraining is one run, and this experiment has several")
+    if arguments.experiment is not None and len(load_experiment(arguments.experiment).variants()) > 1:
+        raise UserError(f"{arguments.experiment}: a retraining is one run, and this experiment has several")
     place = workspace() / "watch"
     place.mkdir(exist_ok=True)
     memory_file = place / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}.json"
@@ -300,7 +299,12 @@ def _announce(watcher: Watcher, new: Mapping[str, str], memory_file: Path, exper
     send(event(watcher.folder, list(new), experiment), url)
     watcher.announce(new)
     watcher.memory.save(memory_file)
-    log.info("announced %d new file%s: %s", len(new), "s" if len(new) > 1 else "", ", ".join(list(new)[:5]) + (", ..." if len(new) > 5 else ""))
+    log.info(
+        "announced %d new file%s: %s",
+        len(new),
+        "s" if len(new) > 1 else "",
+        ", ".join(list(new)[:5]) + (", ..." if len(new) > 5 else ""),
+    )
     return True
 
 
