@@ -19,6 +19,7 @@ from dflash_core.provenance import digest_json
 from flows.command import MOST_RUNS
 
 LONGEST_NAME = 100
+EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 SUFFIX = "-sweep"  # so that its report does not take the place of the experiment's
 # Runs that differ in these have another target, other steps, another loss or another limit of acceptance.
 APART = ("target.", "bucketing.token_budget", "bucketing.batches_per_step", "train.loss", "train.dpace_alpha",
@@ -45,7 +46,7 @@ def parse(grid: Sequence[str]) -> dict[str, list[Any]]:
                 f"--grid {line}: all runs of a sweep train on one dataset; run a sweep for each, with --set {key}=..."
             )
         try:
-            values = yaml.safe_load(f"[{text}]")
+            values = [_number(value) for value in yaml.safe_load(f"[{text}]")]
         except yaml.YAMLError as error:
             raise ConfigError(f"--grid {line}: not YAML: {' '.join(str(error).split())}") from None
         if not values:
@@ -105,6 +106,11 @@ def _name(base: str, changed: dict[str, Any]) -> str:
     words = [f"{label}-{_plain(value)}" for label, value in zip(labels, changed.values(), strict=True)]
     name = "_".join(filter(None, [base, *words]))
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest_json(list(changed.items()))[:8]}"
+
+
+def _number(value: Any) -> Any:
+    """`1e-3` is a number to everybody but YAML 1.1, to which it is a text for want of a point: the name must be that of 0.001."""
+    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
 
 
 def _plain(value: Any) -> str:

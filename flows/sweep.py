@@ -16,7 +16,7 @@ if __name__ == "__main__":  # above the import of Prefect: see flows/command.py
 from typing import Any
 
 from prefect import flow
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from flows import grid as grids
 from flows.experiment import chain
@@ -24,11 +24,19 @@ from flows.reconcile import record_process, show_as_cancelled
 from flows.tasks import Request, run_name
 
 
-class SweepRequest(Request):
-    """What a sweep is asked: an experiment file, keys to change in all runs, and the grid."""
+def _grid_first(schema: dict[str, Any]) -> None:
+    """The form has its fields in this order; what a sweep is about would stand below what is hardly ever changed."""
+    fields = schema["properties"]
+    first = {key: fields[key] for key in ("experiment", "grid", "overrides", "run", "most")}
+    schema["properties"] = first | fields
 
-    grid: tuple[str, ...] = Field((), description="The grid, a key in each line, as a.b=value,value")
-    most: int = Field(MOST_RUNS, ge=1, description="Refuse a grid with more runs")
+
+class SweepRequest(Request):
+    """An experiment file, the grid of changes, and what to change in all runs."""
+
+    model_config = ConfigDict(json_schema_extra=_grid_first)
+    grid: tuple[str, ...] = Field(min_length=1, description="Each item one key with its values, such as train.lr=0.001,0.002")
+    most: int = Field(MOST_RUNS, ge=1, description="Refuse a grid that makes more runs than this")
 
 
 @flow(name="dflash-sweep", flow_run_name=run_name, on_running=[record_process], on_failure=[show_as_cancelled])

@@ -25,6 +25,7 @@ from dflash_core.config import Config
 from dflash_core.errors import StoppedBySignal, UserError
 from dflash_core.redaction import without_secrets
 from flows import console
+from flows.command import WIDEST
 from flows.launch import Relay, launch, node_lock, raise_for_exit
 from flows.secret_blocks import key_from_block
 
@@ -51,18 +52,18 @@ def confined() -> bool:
 
 
 class Request(Config):
-    """What every flow is asked: an experiment file, and keys to change in it."""
+    """An experiment file, and what to change in it for this run."""
 
-    experiment: str = Field(description="Path of the experiment file")
-    overrides: tuple[str, ...] = Field((), description="Changes of its keys, each as a.b=value")
-    run: str | None = Field(None, description="One run of the experiment; default: all")
+    experiment: str = Field(description="Path of the experiment file, such as flows/experiments/demo.yaml")
+    overrides: tuple[str, ...] = Field((), description="Each item one key of the file to change, such as train.lr=0.002")
+    run: str | None = Field(None, description="Name of one run of the experiment; None: all of them")
     task_runner: TaskRunnerName | None = Field(
-        None, description="Tokenize in shards: in threads or processes here, or on a Ray or Dask cluster (docs/scale.md)"
+        None, description="Tokenize in shards by thread, process, ray or dask (docs/scale.md); None: fastest on one node"
     )
     task_runner_address: str | None = Field(
-        None, description="Address of the Ray or Dask cluster; default: a local one that ends with the flow"
+        None, description="Address of the Ray or Dask cluster; None: a local one that ends with the flow"
     )
-    shards: int | None = Field(None, gt=0, le=10_000, description="Number of shards; default: one for each core")
+    shards: int | None = Field(None, gt=0, le=10_000, description="Number of shards; None: one for each core")
 
     @model_validator(mode="after")
     def _only_shards_need_a_runner(self) -> Request:
@@ -239,7 +240,8 @@ def analyze(config: ExperimentConfig, run_dirs: list[str]) -> dict[str, Any]:
     from dflash_core import experiment
 
     result = experiment.analyze(config, [Path(run_dir) for run_dir in run_dirs])
-    markdown = f"# {config.name}\n\n{markdown_table(result['table'])}\n\nReport: `{result['report_html']}`\n"
+    report = f"Report, on the machine of this flow run: `{result['report_html']}`"
+    markdown = f"# {config.name}\n\n{markdown_table(result['table'])}\n\n{report}\n"
     key = "".join(letter if letter.isalnum() else "-" for letter in config.name.lower())
     identifier = create_markdown_artifact(
         markdown, key=f"comparison-{key}", description=f"Comparison of the runs of {config.name}"
@@ -249,10 +251,13 @@ def analyze(config: ExperimentConfig, run_dirs: list[str]) -> dict[str, Any]:
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """Rows as a markdown table; the columns are the first row's keys."""
+    """Rows as a markdown table; the columns are the first row's keys, or its lines where a page cuts off so many columns."""
     if not rows:
         return "(no rows)"
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(row.get(key)) for key in rows[0]] for row in rows)]
+    lines = [list(rows[0]), *([cell(row.get(key)) for key in rows[0]] for row in rows)]
+    if len(lines[0]) > WIDEST and len(lines) <= WIDEST:
+        lines = [list(line) for line in zip(*lines, strict=True)]
+    lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines)
 
 

@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m flows.watch_data", description="Say when new data have arrived in a folder.")
+    parser = argparse.ArgumentParser(prog="dflash watch-data", description="Say when new data have arrived in a folder.")
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--experiment", metavar="FILE", help="retrain this one instead of the one that is served")
     parser.add_argument("--every", type=_seconds, default=10.0, metavar="S", help="seconds between looks; default: %(default)g")
@@ -246,8 +246,8 @@ def _watch(arguments: argparse.Namespace) -> None:
     folder = arguments.folder.absolute()
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    if arguments.experiment is not None:
-        load_experiment(arguments.experiment)
+    if arguments.experiment is not None and len(load_experiment(arguments.experiment).variants()) > 1:
+        raise UserError(f"{arguments.experiment}: a retraining is one run, and this experiment has several")
     place = workspace() / "watch"
     place.mkdir(exist_ok=True)
     memory_file = place / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}.json"
@@ -272,7 +272,7 @@ def _look_once(watcher: Watcher, announce: Callable[[Mapping[str, str]], bool], 
     if not new:
         log.info("nothing new")
     elif not announce(new):
-        raise UserError("no server runs that could take the event; start one: python -m flows.serve")
+        raise UserError("no server runs that could take the event; start one: dflash serve")
 
 
 def _look_for_ever(watcher: Watcher, announce: Callable[[Mapping[str, str]], bool], every_s: float) -> None:
@@ -281,7 +281,7 @@ def _look_for_ever(watcher: Watcher, announce: Callable[[Mapping[str, str]], boo
         new = watcher.look(time.monotonic())
         try:
             waits = bool(new) and not announce(new)
-            reason = "no server runs (python -m flows.serve)"
+            reason = "no server runs (dflash serve)"
         except TrainingError as error:
             waits, reason = True, str(error)
         if waits and not told:
@@ -299,7 +299,12 @@ def _announce(watcher: Watcher, new: Mapping[str, str], memory_file: Path, exper
     send(event(watcher.folder, list(new), experiment), url)
     watcher.announce(new)
     watcher.memory.save(memory_file)
-    log.info("announced %d new files: %s", len(new), ", ".join(list(new)[:5]) + (", ..." if len(new) > 5 else ""))
+    log.info(
+        "announced %d new file%s: %s",
+        len(new),
+        "s" if len(new) > 1 else "",
+        ", ".join(list(new)[:5]) + (", ..." if len(new) > 5 else ""),
+    )
     return True
 
 

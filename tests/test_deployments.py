@@ -22,6 +22,13 @@ import json, sys, yaml
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events.schemas.deployment_triggers import DeploymentEventTrigger
 from flows import serve
+from flows.sweep import SweepRequest
+from flows.tasks import Request, markdown_table
+
+def form(request):
+    schema = request.model_json_schema()
+    return {"fields": list(schema["properties"]), "required": schema["required"],
+            "silent": [key for key, one in schema["properties"].items() if not one.get("description")]}
 
 def trigger(one):
     return [sorted(one.expect), one.parameters, one.enabled, one.posture.value]
@@ -51,6 +58,8 @@ print(json.dumps({
     "served": [served(one) for one in serve.build([], None)],
     "written": [written(one) for one in yaml.safe_load(open("prefect.yaml"))["deployments"]],
     "several": [served(one) for one in serve.build(experiments, schedule, timezone)],
+    "forms": [form(Request), form(SweepRequest)],
+    "tables": [markdown_table([dict.fromkeys("abcdefg", n) for n in range(runs)]) for runs in (2, 6)],
 }))
 """
 
@@ -91,6 +100,19 @@ def test_several_experiments_have_a_set_each(lists: dict[str, Any]) -> None:
     retrain = next(one for one in lists["several"] if one["name"] == "retrain-one")
     assert retrain["schedules"] == [["5 4 * * *", "Europe/Berlin", "weekly", True]]
     assert retrain["triggers"][0][1] == retrain["parameters"] == {"config": {"experiment": "x/one.yaml"}}
+
+
+def test_the_forms_ask_for_what_matters_first_and_say_what_goes_into_each_field(lists: dict[str, Any]) -> None:
+    plain, sweep = lists["forms"]
+    assert plain["fields"][:3] == ["experiment", "overrides", "run"] and plain["required"] == ["experiment"]
+    assert sweep["fields"][:3] == ["experiment", "grid", "overrides"] and sorted(sweep["required"]) == ["experiment", "grid"]
+    assert set(sweep["fields"]) == {*plain["fields"], "grid", "most"} and plain["silent"] == sweep["silent"] == []
+
+
+def test_a_table_stands_upright_where_a_page_would_cut_it_off(lists: dict[str, Any]) -> None:
+    few, many = (table.splitlines() for table in lists["tables"])
+    assert few[:3] == ["| a | 0 | 1 |", "| --- | --- | --- |", "| b | 0 | 1 |"] and len(few) == 8
+    assert many[:3] == ["| a | b | c | d | e | f | g |", "| --- " * 7 + "|", "| 0 | 0 | 0 | 0 | 0 | 0 | 0 |"] and len(many) == 8
 
 
 @pytest.mark.parametrize("own", ["a.yaml", "it's mine.yaml", "back\\slash.yaml", '{{ "x" }}.yaml'])

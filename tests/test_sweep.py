@@ -64,6 +64,7 @@ DEMO = "flows/experiments/demo.yaml"
 
 def test_runs_are_called_by_what_they_change(in_repository: Path) -> None:
     assert names(DEMO, "train.lr=1.0e-3,2.0e-3", run="shuffle") == ["shuffle_lr-0.001", "shuffle_lr-0.002"]
+    assert names(DEMO, "train.lr=1e-3,2E-3", run="shuffle") == ["shuffle_lr-0.001", "shuffle_lr-0.002"]
     assert names(DEMO, "train.seed=1") == ["shuffle_seed-1", "diverse_seed-1"]
     assert names(DEMO, "bucketing.order=diverse", run="shuffle") == ["shuffle_order-diverse"]
     assert names(DEMO, "draft.target_layer_ids=[1, 2],[2, 3]", run="diverse")[1] == "diverse_target_layer_ids-2-3"
@@ -78,6 +79,7 @@ def test_runs_are_called_by_what_they_change(in_repository: Path) -> None:
         (["train.lr"], "expected key=value,value"),
         (["train.lr="], "no values"),
         (["train.lr=1,1"], "a value stands twice"),
+        (["train.lr=1e-3,0.001"], "a value stands twice"),
         (["train.lr=1,2", "train.lr=3"], "train.lr stands twice"),
         (["train.lr=[1"], "not YAML"),
         (["train.nope=1,2"], "unknown key"),

@@ -210,8 +210,8 @@ def test_once_as_a_program(folder: Path, events: tuple[str, list[Any]]) -> None:
     url, taken = events
     (folder / "a.jsonl").write_text("1")
     code, err = end(start(folder, None, "--once"))
-    assert code == 2 and err.endswith("error: no server runs that could take the event; start one: python -m flows.serve\n")
-    for expected in ("announced 1 new files: a.jsonl", "nothing new"):
+    assert code == 2 and err.endswith("error: no server runs that could take the event; start one: dflash serve\n")
+    for expected in ("announced 1 new file: a.jsonl", "nothing new"):
         code, err = end(start(folder, url, "--once"))
         assert code == 0 and err.rstrip().endswith(expected), err
     assert len(taken) == 1
