@@ -16,10 +16,9 @@ from dflash_core import experiment as root
 from dflash_core.training.checkpoint import newest_checkpoint
 from flows import child, server
 from tests.harness.bench import assert_whole, last_attempts, rows
-from tests.serve_place import ENDED, Place, below, processes, wait_for, words_of
+from tests.serve_place import ENDED, PATIENCE_S, Place, below, processes, wait_for, words_of
 
 SOME_STEPS = 3
-ORDERLY_S = 90.0  # a flow whose server is gone asks it for a while before it gives up
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Matrix:
         """Whatever trains is asked to stop, so that another command can have the node."""
         if self.command is not None:
             self.command.terminate()
-            self.command.wait(ORDERLY_S)
+            self.command.wait(PATIENCE_S)
         elif self.flow_run is not None and self.goes_on():
             self.place.cancel(self.flow_run)
             wait_for(lambda: not self.goes_on())
@@ -190,10 +189,10 @@ class Matrix:
         for victim in victims:
             child.send(victim, case.number)
         if self.command is not None:
-            assert self.command.wait(ORDERLY_S) == case.code, self.said()
-        wait_for(lambda: {one.pid for one in processes(self.place.home)} <= idle, ORDERLY_S)
+            assert self.command.wait(PATIENCE_S) == case.code, self.said()
+        wait_for(lambda: {one.pid for one in processes(self.place.home)} <= idle)
         if case.ends_serve and self.place.serving is not None:
-            self.place.serving.wait(ORDERLY_S)
+            self.place.serving.wait(PATIENCE_S)
         assert root.run_state(self.run_dir) in case.states
         assert_whole(self.run_dir, killed=True)
         self.under_way = None

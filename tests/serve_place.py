@@ -19,7 +19,7 @@ import yaml
 from flows import child, server
 from tests.conftest import REPOSITORY, write_micro_experiment
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0  # nothing takes a tenth of it, unless the machine is busy with other things
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.kill_matrix import Case, Matrix
 from tests.serve_place import Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-STEPS = 700
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+STEPS = 300
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 STOPPED, FAILED, EITHER = ("stopped",), ("failed",), ("stopped", "failed")
 
@@ -57,11 +58,13 @@ ALL = sorted(
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory, micro_target) -> Iterator[Matrix]:  # type: ignore[no-untyped-def]
+def matrix(tmp_path_factory: pytest.TempPathFactory, micro_target: Path) -> Iterator[Matrix]:
     place = Place(tmp_path_factory.mktemp("kills"), micro_target, STEPS)
+    made = Matrix(place)
     try:
         place.start_server()
-        yield Matrix(place)
+        yield made
+        made.end_in_good_order()
     finally:
         place.close()
 

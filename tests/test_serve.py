@@ -16,7 +16,7 @@ import pytest
 
 from tests.serve_place import ENDED, PATIENCE_S, Place, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 120
 ENDLESS = "train.max_steps=100000"  # for trainings that are to be stopped, however slow the machine
 
