@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dflash_core.errors import DFlashError, UserError
+from dflash_core.errors import DFlashError, TrainingError, UserError
 from dflash_core.redaction import without_secrets
 from flows import console, server
 
@@ -64,6 +64,8 @@ def main(stage: str, argv: Sequence[str] | None = None) -> int:
     except Terminated:
         return _fail("ended by SIGTERM; run the same command again to go on", 128 + signal.SIGTERM, arguments.debug)
     except Exception as error:  # noqa: BLE001 - the top of the program
+        if _is_lost_server(error):
+            return _fail(*_of_lost_server(error), arguments.debug)
         return _fail(f"unexpected {type(error).__name__}: {error} (a defect; --debug shows where)", EXIT_DEFECT, arguments.debug)
     return 0
 
@@ -103,6 +105,23 @@ def _fail(text: str, code: int, debug: bool) -> int:
         traceback.print_exc()
     sys.stderr.write(f"error: {without_secrets(text)}\n")
     return code
+
+
+def _is_lost_server(error: Exception) -> bool:
+    """True for what Prefect's client raises when nobody answers it any more."""
+    httpx = sys.modules.get("httpx")  # Prefect has imported it
+    return httpx is not None and isinstance(error, httpx.TransportError)
+
+
+def _of_lost_server(error: BaseException) -> tuple[str, int]:
+    """Line and exit code: of our own error that Prefect could not be told, else that the server is gone."""
+    cause = error.__context__
+    while cause is not None:
+        if isinstance(cause, DFlashError):
+            return str(cause), cause.exit_code
+        cause = cause.__context__
+    text = f"Prefect's server does not answer any more ({error}); what was done is saved; run the same command again to go on"
+    return text, TrainingError.exit_code
 
 
 def _run(stage: str, arguments: argparse.Namespace) -> None:

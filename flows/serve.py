@@ -121,10 +121,15 @@ def _parser() -> argparse.ArgumentParser:
 def _check(arguments: argparse.Namespace) -> None:
     """All that can be known before a server is started."""
     from dflash_core.experiment import load_experiment
+    from dflash_core.experiment_confine import Confinement
 
     experiments = arguments.experiments or [DEMO]
+    bounds = None if os.environ.get("DFLASH_CONFINE") == "0" else Confinement.from_environment()
     for path in experiments:
-        load_experiment(path)
+        config = load_experiment(path)
+        if bounds is not None:  # as every run of a deployment checks it: better said here than by each of them
+            bounds.check_path("experiment", path)
+            bounds.check(config)
     stems = [Path(path).stem for path in experiments]
     if len(set(stems)) < len(stems):
         raise ConfigError(

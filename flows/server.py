@@ -5,7 +5,8 @@ of its own, one per workspace, on a free loopback port and in a session of its o
 
 Who stops it: every experiment that uses it holds a shared lease (`flock`, so the kernel returns it whatever happens). A
 server that an experiment started ends with the last one that uses it. One that `start` or `--keep-server` asked for
-stays until `stop`. All changes happen under one exclusive lock, so two starters at once end with one server.
+stays until `stop`. All changes happen under one exclusive lock, so two starters at once end with one server. One that dies
+while somebody uses it is started again on its port, sooner than Prefect's clients give up.
 
 A user's own `PREFECT_API_URL` wins: then nothing is started here. Nothing in this file imports Prefect, because
 the environment (`client_environment`) must be complete before Prefect is first imported.
@@ -23,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -42,6 +44,7 @@ START_S = 120.0  # a first start creates the database; about 9 s on two cores
 STOP_S = 15.0
 LOCK_S = 180.0  # longer than a start, which happens under the lock
 HEALTH_S = 5.0
+WATCH_S = 1.0  # Prefect's clients try again for a minute
 EMBEDDED = "DFLASH_EMBEDDED_SERVER"  # marks a PREFECT_API_URL as ours, in this process and its children
 LOGGERS = "dflash_core,flows"
 QUIET = {
@@ -122,13 +125,45 @@ def session(workspace: Path, keep: bool = False) -> Iterator[str]:
             server = _ensure(folder, keep)
             fcntl.flock(users, fcntl.LOCK_SH)  # nobody holds it exclusively outside the exclusive section
         os.environ.update(client_environment(folder, server.url))
-        yield server.url
+        with _kept_alive(folder):
+            yield server.url
     finally:
         os.close(users)
         with _exclusive(folder):
             current = _running(folder)
             if current is not None and not current.keep and not _in_use(folder):
                 _stop(folder, current)
+
+
+@contextlib.contextmanager
+def _kept_alive(folder: Path) -> Iterator[None]:
+    """For the time of the block, start the server again if it dies; one that somebody has stopped stays so."""
+    over = threading.Event()
+    watch = threading.Thread(target=_start_again, args=(folder, over), name="server watch", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watch.join()
+
+
+def _start_again(folder: Path, over: threading.Event) -> None:
+    while not over.wait(WATCH_S):
+        if not _has_died(folder):
+            continue
+        try:
+            with _exclusive(folder):
+                if _has_died(folder):  # nobody else has seen to it
+                    log.warning("the background server was killed")
+                    _ensure(folder, keep=False)
+        except DFlashError as error:
+            log.warning("%s", error)
+            return
+
+
+def _has_died(folder: Path) -> bool:
+    return "pid" in _read(folder) and _running(folder) is None
 
 
 def start(workspace: Path) -> Server:
@@ -241,7 +276,7 @@ def _ensure(folder: Path, keep: bool) -> Server:
         server = replace(server, keep=server.keep or keep)
         server = _start(folder, server.keep)
     elif server is None:
-        server = _start(folder, keep)
+        server = _start(folder, keep or _read(folder).get("keep") is True)  # it was killed, nobody has stopped it
     elif keep and not server.keep:
         server = replace(server, keep=True)
         _write(folder, asdict(server))

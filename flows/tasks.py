@@ -172,19 +172,20 @@ def train(config: ExperimentConfig, run_name: str) -> dict[str, Any]:
     """
     from dflash_core import experiment
 
+    by_deployment = deployment.id is not None  # asked now, for it asks the server, which may be gone when a signal comes
     run_dir = experiment.create_run(config, run_name)
     if experiment.run_state(run_dir) != "completed":
         log_file = run_dir / "logs" / "train.log"
         with node_lock(experiment.workspace() / "locks", f"run {run_dir.name}") as lock:
             if experiment.run_state(run_dir) != "completed":  # somebody else may have trained it while we waited
                 log.info("train %s: all output in %s", run_name, log_file)
-                _train_child(run_dir, log_file, lock)
+                _train_child(run_dir, log_file, lock, by_deployment)
                 return {"run": run_name, "run_dir": str(run_dir), "adopted": False}
     log.info("train %s: complete already, used again (%s)", run_name, run_dir)
     return {"run": run_name, "run_dir": str(run_dir), "adopted": True}
 
 
-def _train_child(run_dir: Path, log_file: Path, lock: int) -> None:
+def _train_child(run_dir: Path, log_file: Path, lock: int, by_deployment: bool) -> None:
     from dflash_core import experiment
 
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # lines arrive when they are written
@@ -199,7 +200,7 @@ def _train_child(run_dir: Path, log_file: Path, lock: int) -> None:
         code = launch(experiment.train_command(run_dir), log_file=log_file, env=environment, on_line=relay, keep_open=(lock,))
         relay.finish()
     except (KeyboardInterrupt, TerminationSignal):
-        if deployment.id is None and saved_its_state():
+        if not by_deployment and saved_its_state():
             raise StoppedBySignal(f"training was stopped by a signal and its state saved in {run_dir}; {AGAIN}") from None
         raise
     if code != 0 and saved_its_state():  # torchrun does not pass its ranks' exit codes on

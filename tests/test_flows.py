@@ -233,20 +233,25 @@ def test_dead_runs_are_found_in_every_state_of_being_under_way(place: Workplace)
 
 
 @pytest.mark.parametrize(
-    ("end", "child_code", "code", "text"),
+    ("end", "child_code", "code", "text", "shown"),
     [
-        ("error: target: no mask token", 2, 2, "error: target: no mask token"),
+        ("error: target: no mask token", 2, 2, "error: target: no mask token", "FAILED"),
         pytest.param(
             "error: loss is not finite",
             3,
             3,
             "error: training ended with exit code 3: loss is not finite; see ",
+            "FAILED",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "error: stopped by SIGTERM after step 2", 4, 4, "error: stopped by SIGTERM after step 2", "CANCELLED",
             marks=pytest.mark.slow,
         ),
     ],
-)
-def test_a_failed_training_gives_its_reason_and_its_code(
-    place: Workplace, end: str, child_code: int, code: int, text: str
+)  # fmt: skip
+def test_a_failed_training_gives_its_reason_its_code_and_its_state(
+    place: Workplace, end: str, child_code: int, code: int, text: str, shown: str
 ) -> None:
     path = place.experiment(f"bad-{child_code}", runs={"a": {"steps": 2, "end": end, "code": child_code}})
     outcome = place.run("experiment", path)
@@ -254,6 +259,8 @@ def test_a_failed_training_gives_its_reason_and_its_code(
     assert last_line(outcome.err).startswith(text)
     assert not [noise for noise in NOISE if noise in outcome.err], outcome.err
     assert outcome.out == ""
+    [state] = [run["state"] for run in place.ask("flow_runs/filter", sort="START_TIME_DESC", limit=1)]
+    assert state["type"] == shown and text.removeprefix("error: ") in state["message"] and "\n" not in state["message"].strip()
 
 
 @pytest.mark.slow

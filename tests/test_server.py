@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -150,6 +151,43 @@ def test_a_killed_server_is_replaced(folder: Path) -> None:
     second = server.start(folder)
     assert second.pid != first.pid and server.find(folder) == second
     for pid in children:  # the stand-in's child knows nothing of its parent's death
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_server_that_dies_in_use_comes_back_on_its_port(folder: Path, monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
+    monkeypatch.setattr(server, "WATCH_S", 0.05)
+    with server.session(folder, keep=keep) as url:
+        first = server.find(folder)
+        assert first is not None
+        children = family(first.pid)[1:]
+        os.kill(first.pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_S
+        while (second := server.find(folder)) is None or second.pid == first.pid:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert second.url == url and second.keep == keep
+    assert (server.find(folder) is not None) == keep
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_server_that_somebody_stops_in_use_stays_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "WATCH_S", 0.02)
+    with server.session(folder):
+        server.stop(folder, force=True)
+        time.sleep(0.3)
+        assert server.find(folder) is None
+
+
+def test_a_server_that_was_to_stay_stays_also_after_it_was_killed(folder: Path) -> None:
+    first = server.start(folder)
+    children = family(first.pid)[1:]
+    os.kill(first.pid, signal.SIGKILL)
+    with server.session(folder):
+        pass
+    assert server.find(folder) is not None
+    for pid in children:
         os.kill(pid, signal.SIGKILL)
 
 
