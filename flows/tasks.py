@@ -57,7 +57,8 @@ class Request(Config):
     overrides: tuple[str, ...] = Field((), description="Changes of its keys, each as a.b=value")
     run: str | None = Field(None, description="One run of the experiment; default: all")
     task_runner: TaskRunnerName | None = Field(
-        None, description="Tokenize in shards: in threads or processes here, or on a Ray or Dask cluster (docs/scale.md)"
+        None,
+        description="Tokenize or answer in shards: in threads or processes, or on a Ray or Dask cluster (docs/scale.md)",
     )
     task_runner_address: str | None = Field(
         None, description="Address of the Ray or Dask cluster; default: a local one that ends with the flow"
@@ -127,7 +128,11 @@ def regenerate(config: ExperimentConfig) -> dict[str, Any]:
     from dflash_core.progress import AnswerLogProgress
 
     with key_from_block(config.regenerate.api_key_env):
-        answers = answer(config, AnswerLogProgress(every_s=5.0))
+        return log_answers(answer(config, AnswerLogProgress(every_s=5.0)))
+
+
+def log_answers(answers: dict[str, Any]) -> dict[str, Any]:
+    """Say in one line what a regeneration has come to; returns what it was given."""
     log.info(
         "answers: %d rows (%d cut by the limit), %d failed, %d cannot be asked%s", answers["num_answered"], answers["num_cut"],
         answers["num_failed"], answers["num_skipped"], " (unchanged, used again)" if answers["reused"] else "",
