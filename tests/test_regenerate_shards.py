@@ -123,7 +123,7 @@ def test_what_is_finished_is_not_planned_and_what_may_pass_is_asked_again(home: 
         assert plan_answers(config, 4) == [] and regenerate(config)["reused"]
 
 
-@pytest.mark.parametrize(("count", "limit", "temperature"), [(4, 3, 1.0), pytest.param(24, 32, 0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "limit", "temperature"), [(4, 6, 0.0), pytest.param(24, 32, 1.0, marks=pytest.mark.slow)])
 def test_a_target_in_the_shards_answers_as_one_in_this_process(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, limit: int, temperature: float
 ) -> None:
