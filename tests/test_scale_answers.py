@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import psutil
@@ -28,7 +29,7 @@ from tests.test_regenerate_shards import contents, left_beside
 KEY = "planted-server-key-0123456789"
 NUM_ROWS, PATIENCE_S = 60, 100.0
 RUNNERS = ["thread", "process", "ray", "dask"]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @dataclass
@@ -94,9 +95,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, micro_target: Path) -> I
     own = {"PYTHONPATH": str(REPOSITORY), "DFLASH_HOME": str(folder / "workspace"), "OUR_SERVER_KEY": KEY}
     with fake_server() as target:
         place = Workplace(write_micro_experiment(folder, micro_target), {**inherited, **own}, target)
-        subprocess.run([sys.executable, "-m", "flows.server", "start"], env=place.environment, check=True, capture_output=True)
-        yield place
-        server.stop(folder / "workspace", force=True)
+        try:
+            subprocess.run([sys.executable, "-m", "flows.server", "start"], env=place.environment, check=True, stdout=DEVNULL)
+            yield place
+        finally:
+            server.stop(folder / "workspace", force=True)
 
 
 @pytest.fixture(params=RUNNERS)
@@ -131,7 +134,7 @@ def test_every_runner_gives_the_same_answers(workplace: Workplace, runner: str, 
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_flow_that_is_killed_loses_nothing_leaves_nothing_and_goes_on(
     workplace: Workplace, runner: str, tmp_path: Path, number: signal.Signals
 ) -> None:
