@@ -6,11 +6,12 @@ INSTALLED := $(VENV)/.installed
 SMOLLM2 := $(VENV)/.smollm2
 PEERS := .venv-peers
 SERVING := .venv-serving
+CLUSTERS := .venv-clusters
 # What a run needs stays inside the workspace, and nothing asks or reports anywhere.
 export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: demo test test-slow lint format types imports check smollm2 peers benchmarks speculators serve-check server-stop clean
+.PHONY: demo test test-slow test-clusters lint format types imports check smollm2 peers benchmarks speculators serve-check server-stop clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m flows.experiment flows/experiments/demo.yaml
@@ -20,6 +21,18 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
+
+# Shards on real Ray and Dask clusters of this machine (docs/scale.md): in an environment of its own, which finds the rest in the
+# project's.
+test-clusters: $(CLUSTERS)/.installed
+	$(CLUSTERS)/bin/python -m pytest -m slow -k 'ray or dask' tests/test_scale_shards.py tests/test_scale_answers.py
+
+$(CLUSTERS)/.installed: pyproject.toml constraints.txt $(INSTALLED)
+	test -x $(CLUSTERS)/bin/python || $(BIN)/python -m venv $(CLUSTERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(CLUSTERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	$(CLUSTERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,dask]'
+	touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -94,4 +107,4 @@ server-stop: $(INSTALLED)
 	$(BIN)/python -m flows.server stop
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(SERVING) workspace .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) $(SERVING) $(CLUSTERS) workspace .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

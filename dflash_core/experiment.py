@@ -167,12 +167,12 @@ def run_attempt(run_dir: Path) -> int:
 
 
 def train_command(run_dir: Path) -> list[str]:
-    """The command of the training child: one process, or `torchrun` with one process per cell."""
+    """The command of the training child: one process, or `torchrun` on loopback with one process per cell."""
     config = load_experiment(Path(run_dir) / "config.yaml")
     train = ["-m", "dflash_core", "train", str(Path(run_dir) / "config.yaml"), "--run-dir", str(run_dir)]
     if config.topology.cells == 1:
         return [sys.executable, *train]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.topology.cells}"]
+    launcher = [sys.executable, "-m", "dflash_core.training.one_node", f"--nproc-per-node={config.topology.cells}"]
     launcher.append(f"--max-restarts={config.topology.max_restarts}")
     return [*launcher, *train]
 

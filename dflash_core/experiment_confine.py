@@ -30,7 +30,7 @@ ALLOWED_PATHS, ALLOWED_URLS = "DFLASH_ALLOWED_PATHS", "DFLASH_ALLOWED_URLS"
 FILES = ("data.files", "data.held_out", "regenerate.files")
 FOLDERS = ("target.path", "draft.init_from")
 SERVERS = ("regenerate.base_url",)
-PACKAGE = re.compile(r"package:[A-Za-z0-9._-]+")
+PACKAGE = re.compile(r"package:[A-Za-z0-9_]+")  # of `a.b` Python would run `a` to find `b`
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,8 @@ class Confinement:
         """`check_path` for a model's folder and the files in it; `package:NAME` is no path."""
         if PACKAGE.fullmatch(text):
             return
+        if text.startswith("package:"):  # which is no path, whatever follows
+            raise ConfigError(f"{key}: {text}: not the name of a package")
         self.check_path(key, text)
         if Path(text).is_dir():
             for entry in sorted(Path(text).iterdir()):

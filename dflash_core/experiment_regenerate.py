@@ -2,6 +2,7 @@
 
 A server does it (`regenerate.base_url`), or for small targets this process. Either way what is finished lies in a log and the
 job can be ended at any moment and started again; the folder `answers/<data.name>` of the workspace appears as a whole.
+The same in shards, by several processes or nodes: `dflash_core.experiment_regenerate_shards`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dflash_core.config import RegenerateConfig
 from dflash_core.data import expand_files
@@ -23,6 +27,7 @@ from dflash_core.data.files import TakenFile, take_files
 from dflash_core.data.regenerate_folder import MANIFEST, THINKING, is_whole, read_answers, take_over, write_answers
 from dflash_core.data.regenerate_inputs import InputRow, read_inputs
 from dflash_core.data.regenerate_log import AnswerLog
+from dflash_core.data.regenerate_shards import shard_logs, take_in_shards
 from dflash_core.data.regenerate_tally import Tally
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
 from dflash_core.data.rows import parse_row
@@ -34,6 +39,8 @@ from dflash_core.provenance import digest_json, digest_weights, package_versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from dflash_core.data.regenerate_client import AnswerClient
 
 log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
@@ -95,8 +102,11 @@ def _api_key(regenerate: RegenerateConfig) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What is asked, of whom, and what tells this job from others."""
+class AnswerJob:
+    """What is asked, of whom, and what tells this job from others: `digest`, and in the log the name of who answers.
+
+    `names` are how the files were given, where they are read under other paths.
+    """
 
     config: ExperimentConfig
     files: list[TakenFile]
@@ -104,16 +114,19 @@ class _Job:
     tokenizer: PreTrainedTokenizerFast
     encoder: ChatEncoder
     digest: str
+    target_folder: Path
+    names: Sequence[str] | None = None
 
     @classmethod
-    def of(cls, config: ExperimentConfig) -> _Job:
+    def of(cls, config: ExperimentConfig) -> AnswerJob:
         """What a configuration asks for, its tokenizer and template loaded; raises ConfigError or DataError."""
         from dflash_core.data import load_tokenizer
 
         check_regenerate(config)
         regenerate, variables = config.regenerate, template_variables(config)
         files, _ = take_files(expand_files(regenerate.files), {})
-        tokenizer = load_tokenizer(target_folder(config))
+        folder = target_folder(config)
+        tokenizer = load_tokenizer(folder)
         encoder = ChatEncoder(tokenizer, template_variables=variables)
         identity = {
             "schema_version": SCHEMA_VERSION,
@@ -127,13 +140,22 @@ class _Job:
             "temperature": regenerate.temperature,
         }
         if regenerate.base_url is None:
-            identity["weights"] = [digest_weights(target_folder(config)), config.target.dtype]
-        return cls(config, files, variables, tokenizer, encoder, digest_json(identity))
+            identity["weights"] = [digest_weights(folder), config.target.dtype]
+        return cls(config, files, variables, tokenizer, encoder, digest_json(identity), folder)
 
     @property
     def log_path(self) -> Path:
         folder = answers_folder(self.config)
         return folder.with_name(f".{folder.name}.{self.digest[:12]}.log")
+
+    def log_header(self, made_by: Mapping[str, Any]) -> dict[str, Any]:
+        """What a log of this job must say at its head."""
+        return {"digest": self.digest, "model": made_by["model"]}
+
+    def rows(self, done: NDArray[np.int64], is_ours: Callable[[int], bool] = lambda key: True) -> Iterator[InputRow]:
+        """The rows of the input but for those that are done, and those that others answer."""
+        columns = {str(ours): theirs for ours, theirs in self.config.data.columns.items()}
+        return read_inputs(self.files, columns, done, is_ours, self.names)
 
     def check_row(self, row: dict[str, Any]) -> None:
         """Raise BadRow for a row that data preparation would not take.
@@ -180,21 +202,37 @@ def regenerate(config: ExperimentConfig, progress: Progress | None = None) -> di
         DataError: a file cannot be read, or no row was answered.
         ServerError: the server is gone or answers nothing. What is done is kept.
     """
-    job, folder = _Job.of(config), answers_folder(config)
+    job = AnswerJob.of(config)
+    with locked_answers(job) as (folder, finished):
+        if finished is not None and not finished["num_passing"]:
+            forget_logs(job)
+            return {**finished, "path": str(folder), "reused": True}
+        try:
+            made_by = answer(job, Share(lambda made_by: open_log(job, made_by, finished), progress=progress))
+        except KeyboardInterrupt:
+            log.warning("interrupted; what is answered is kept in %s: run the same command again to go on", job.log_path)
+            raise
+        with open_log(job, made_by) as answers:
+            return write_folder(job, folder, answers, made_by)
+
+
+@contextmanager
+def locked_answers(job: AnswerJob) -> Iterator[tuple[Path, dict[str, Any] | None]]:
+    """The folder that answers go to, locked, and its manifest if it is finished and this job's; raises DataError."""
+    folder = answers_folder(job.config)
     if folder.is_symlink():
         folder = folder.resolve()
     with folder_lock(folder):
         if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and read_answers(folder) is None)):
             raise DataError(f"{folder}: exists and holds no answers; move it away")
-        finished = _finished(folder, job)
-        if finished is not None and not finished["num_passing"]:
-            job.log_path.unlink(missing_ok=True)
-            return {**finished, "path": str(folder), "reused": True}
-        try:
-            manifest = _answered(job, folder, finished, progress)
-        except KeyboardInterrupt:
-            log.warning("interrupted; what is answered is kept in %s: run the same command again to go on", job.log_path)
-            raise
+        yield folder, _finished(folder, job)
+
+
+def write_folder(job: AnswerJob, folder: Path, answers: AnswerLog, made_by: Mapping[str, Any]) -> dict[str, Any]:
+    """The finished folder out of the job's log, which goes; returns what `regenerate` does. To be called under the lock."""
+    with replaced_folder(folder) as building:
+        manifest = write_answers(building, answers, job.facts(made_by))
+    forget_logs(job)
     log.info(
         "%s: %d rows answered, %d failed, %d cannot be asked", folder, manifest["num_answered"], manifest["num_failed"],
         manifest["num_skipped"],
@@ -202,7 +240,7 @@ def regenerate(config: ExperimentConfig, progress: Progress | None = None) -> di
     return {**manifest, "path": str(folder), "reused": False}
 
 
-def _finished(folder: Path, job: _Job) -> dict[str, Any] | None:
+def _finished(folder: Path, job: AnswerJob) -> dict[str, Any] | None:
     manifest = read_answers(folder)
     if manifest is None or manifest.get("digest") != job.digest:
         return None
@@ -212,98 +250,156 @@ def _finished(folder: Path, job: _Job) -> dict[str, Any] | None:
     return manifest
 
 
-def _answered(job: _Job, folder: Path, finished: dict[str, Any] | None, progress: Progress | None) -> dict[str, Any]:
-    """Answer what is not answered yet, and write the folder."""
-    by_server = job.config.regenerate.base_url is not None
-    made_by = _by_server(job, finished, progress) if by_server else _in_process(job, finished, progress)
-    facts = job.facts(made_by)
-    with _open_log(job, made_by) as answers, replaced_folder(folder) as building:
-        manifest = write_answers(building, answers, facts)
-    job.log_path.unlink()
-    return manifest
+def forget_logs(job: AnswerJob) -> None:
+    """Delete what an unfinished job keeps, once it is finished."""
+    for path in (*shard_logs(job.log_path), job.log_path):
+        path.unlink(missing_ok=True)
 
 
-def _open_log(job: _Job, made_by: Mapping[str, Any], finished: dict[str, Any] | None = None) -> AnswerLog:
-    """The job's log; where there is none it begins with what a finished folder has."""
-    path, made_for = job.log_path, {"digest": job.digest, "model": made_by["model"]}
+def open_log(job: AnswerJob, made_by: Mapping[str, Any], finished: Mapping[str, Any] | None = None) -> AnswerLog:
+    """The job's log with what shards have ended; where there is none it begins with what a finished folder has.
+
+    To be called under the folder's lock.
+    """
+    path, header = job.log_path, job.log_header(made_by)
     if finished is not None and not path.exists():
         aside = path.with_suffix(".taking")  # whole, or not there
         aside.unlink(missing_ok=True)
-        with AnswerLog(aside, made_for) as taken:
+        with AnswerLog(aside, header) as taken:
             take_over(answers_folder(job.config), finished, taken)
         aside.replace(path)
-    return AnswerLog(path, made_for)
+    answers = AnswerLog(path, header)
+    try:
+        take_in_shards(answers, header)
+    except BaseException:
+        answers.close()
+        raise
+    return answers
 
 
-def _rows(job: _Job, answers: AnswerLog) -> Iterator[InputRow]:
-    """The rows that are not done yet."""
-    if len(answers.done):
-        log.info("%s: %d rows are done already", answers_folder(job.config), len(answers.done))
-    return read_inputs(job.files, {str(ours): theirs for ours, theirs in job.config.data.columns.items()}, answers.done)
+@dataclass(frozen=True)
+class Share:
+    """What one process answers of a job: all of it, or a shard.
+
+    Attributes:
+        open_log: opens the log that is written to, once it is known who answers.
+        done: int64 [N], ascending: rows that are not asked again, beside those that this log has.
+        is_ours: whether a row, by its key, is in the share.
+        concurrency: requests under way; None: as many as the configuration says.
+        device: where this process decodes, if it does; None: as the topology says.
+        still_wanted: called now and then; what it raises ends the work.
+    """
+
+    open_log: Callable[[Mapping[str, Any]], AnswerLog]
+    done: NDArray[np.int64] | None = None
+    is_ours: Callable[[int], bool] = lambda key: True
+    concurrency: int | None = None
+    device: str | None = None
+    progress: Progress | None = None
+    still_wanted: Callable[[], None] | None = None
+
+    def rows(self, job: AnswerJob, answers: AnswerLog) -> Iterator[InputRow]:
+        """The rows that are still to be asked."""
+        done = answers.done if self.done is None else np.union1d(answers.done, self.done)
+        if len(done):
+            log.info("%s: %d rows are done already", answers.path, len(done))
+        return job.rows(done, self.is_ours)
 
 
-def _by_server(job: _Job, finished: dict[str, Any] | None, progress: Progress | None) -> dict[str, Any]:
-    return asyncio.run(_ask_server(job, finished, progress))
+def answer(job: AnswerJob, share: Share) -> dict[str, Any]:
+    """Ask all rows of a share that are not done; returns who answered, as it stands in the manifest."""
+    if job.config.regenerate.base_url is None:
+        return _answer_here(job, share)
+    return asyncio.run(_ask_server(job, share))
 
 
-async def _ask_server(job: _Job, finished: dict[str, Any] | None, progress: Progress | None) -> dict[str, Any]:
+def who_answers(job: AnswerJob) -> dict[str, Any]:
+    """Who would answer: the server says which model it has, of a target here the weights do."""
+    if job.config.regenerate.base_url is None:
+        return _this_process(job)
+
+    async def find_model() -> dict[str, Any]:
+        async with _client(job, None) as client:
+            return _that_server(client, await client.find_model())
+
+    return asyncio.run(find_model())
+
+
+def _client(job: AnswerJob, concurrency: int | None) -> AnswerClient:
     from dflash_core.data.regenerate_client import AnswerClient, RequestSettings
-    from dflash_core.data.regenerate_server import answer_by_server
 
     regenerate = job.config.regenerate
     settings = RequestSettings(
         regenerate.max_new_tokens, regenerate.temperature, job.variables, regenerate.retries, regenerate.timeout_s,
-        regenerate.concurrency,
+        concurrency or regenerate.concurrency,
     )  # fmt: skip
-    async with AnswerClient(str(regenerate.base_url), regenerate.model, _api_key(regenerate), settings) as client:
-        listed = await client.find_model()
-        made_by = {"kind": "server", "base_url": client.base_url, "model": client.model, "listed": listed}
-        with _open_log(job, made_by, finished) as answers:
-            await answer_by_server(_rows(job, answers), client, regenerate.concurrency, Tally(answers, job.check_row, progress))
+    return AnswerClient(str(regenerate.base_url), regenerate.model, _api_key(regenerate), settings)
+
+
+def _that_server(client: AnswerClient, listed: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": "server", "base_url": client.base_url, "model": client.model, "listed": dict(listed)}
+
+
+async def _ask_server(job: AnswerJob, share: Share) -> dict[str, Any]:
+    from dflash_core.data.regenerate_server import answer_by_server
+
+    async with _client(job, share.concurrency) as client:
+        made_by = _that_server(client, await client.find_model())
+        with share.open_log(made_by) as answers:
+            tally = Tally(answers, job.check_row, share.progress)
+            concurrency = share.concurrency or job.config.regenerate.concurrency
+            await answer_by_server(share.rows(job, answers), client, concurrency, tally, share.still_wanted)
         return {**made_by, "retried": dict(client.counts.retried)}
 
 
-def _in_process(job: _Job, finished: dict[str, Any] | None, progress: Progress | None) -> dict[str, Any]:
+def _this_process(job: AnswerJob) -> dict[str, Any]:
+    from dflash_core.training.devices import device_kind
+
+    target = job.config.target
+    weights, device = digest_weights(job.target_folder), device_kind(job.config.topology)
+    return {"kind": "process", "model": target.path, "weights": weights, "dtype": target.dtype, "device": device}
+
+
+def _answer_here(job: AnswerJob, share: Share) -> dict[str, Any]:
     import torch
 
     from dflash_core.data.regenerate_local import answer_here
     from dflash_core.evaluation.answers import answer_many
     from dflash_core.model.target import FrozenTarget
-    from dflash_core.training.devices import device_kind
 
     config, settings = job.config, job.config.regenerate
-    folder, device = target_folder(config), device_kind(config.topology)
+    made_by = _this_process(job)
     torch.set_num_threads(config.topology.threads_per_device)
-    target = FrozenTarget(folder, (0,), config.target.dtype, config.target.attn_implementation, device)
-    made_by = {
-        "kind": "process",
-        "model": config.target.path,
-        "weights": digest_weights(folder),
-        "dtype": config.target.dtype,
-        "device": device,
-    }
-    positions = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
-    longest = None if positions is None else positions - settings.max_new_tokens
-    if longest is not None and longest < 1:
-        raise ConfigError(
-            f"regenerate.max_new_tokens: {settings.max_new_tokens} do not fit into the target's {positions} positions"
+    device = share.device or made_by["device"]
+    target = FrozenTarget(job.target_folder, (0,), config.target.dtype, config.target.attn_implementation, device)
+
+    def decode(prompts: Sequence[tuple[int, ...]], seeds: Sequence[int]) -> list[tuple[int, ...]]:
+        if share.still_wanted is not None:
+            share.still_wanted()
+        at_once = settings.concurrency
+        return answer_many(
+            target, prompts, settings.max_new_tokens, temperature=settings.temperature, seeds=seeds, batch_prompts=at_once
         )
-    with _open_log(job, made_by, finished) as answers:
+
+    with share.open_log(made_by) as answers:
         answer_here(
-            _rows(job, answers),
+            share.rows(job, answers),
             job.tokenizer,
             job.encoder,
-            lambda prompts, seeds: answer_many(
-                target,
-                prompts,
-                settings.max_new_tokens,
-                temperature=settings.temperature,
-                seeds=seeds,
-                batch_prompts=settings.concurrency,
-            ),
+            decode,
             target.shape.eos_token_ids,
-            longest,
+            _longest_prompt(target.model.config, settings.max_new_tokens),
             settings.concurrency,
-            Tally(answers, job.check_row, progress),
+            Tally(answers, job.check_row, share.progress),
         )
     return made_by
+
+
+def _longest_prompt(config: Any, max_new_tokens: int) -> int | None:
+    """Tokens of the longest prompt that leaves room for an answer; None where the target has no limit."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return None
+    if positions <= max_new_tokens:
+        raise ConfigError(f"regenerate.max_new_tokens: {max_new_tokens} do not fit into the target's {positions} positions")
+    return int(positions - max_new_tokens)

@@ -76,8 +76,9 @@ def _parser(stage: str) -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=VALUE", dest="overrides", help="change a key")
     parser.add_argument("--keep-server", action="store_true", help="leave the background Prefect server running")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    if stage in ("prepare", "train", "experiment", "sweep"):
-        runner = parser.add_argument_group("tokenizing in shards (docs/scale.md)")
+    if stage in ("regenerate", "prepare", "train", "experiment", "sweep"):
+        what = "answers" if stage == "regenerate" else "tokenizing"
+        runner = parser.add_argument_group(f"{what} in shards (docs/scale.md)")
         runner.add_argument("--task-runner", choices=("thread", "process", "ray", "dask"), help="what runs the shards")
         runner.add_argument("--task-runner-address", metavar="URL", help="an existing Ray or Dask cluster; default: a local one")
         runner.add_argument("--shards", type=int, metavar="N", help="number of shards; default: one for each core")

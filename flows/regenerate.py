@@ -13,7 +13,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows import tasks
+from flows import shards
 from flows.reconcile import record_process, show_as_cancelled
 from flows.tasks import Request, run_name
 
@@ -21,5 +21,5 @@ from flows.tasks import Request, run_name
 @flow(name="dflash-regenerate", flow_run_name=run_name, on_running=[record_process], on_failure=[show_as_cancelled])
 def regenerate(config: Request) -> dict[str, Any]:
     """Have the target answer the prompts of an experiment anew."""
-    answers = tasks.regenerate(config.load())
+    answers = shards.regenerate(config, config.load())
     return {"paths": {"answers": str(answers["path"])}}

@@ -1,7 +1,7 @@
-"""Preparation in shards: one Prefect task for each, run by threads, by processes, or on the nodes of a Ray or Dask cluster.
+"""Preparation and answers in shards: one Prefect task for each, run by threads, by processes, or on a Ray or Dask cluster.
 
-What a task does is `dflash_core.experiment_shards.make_shard`; the dataset is the one that comes out without shards
-(docs/scale.md). Workers on other nodes need the same folders under the same paths.
+What a task does is `dflash_core.experiment_shards.make_shard` or `dflash_core.experiment_regenerate_shards.answer_shard`; what
+comes out is what comes out without shards (docs/scale.md). Workers on other nodes need the same folders under the same paths.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ import multiprocessing
 import os
 import secrets
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
 from typing import TYPE_CHECKING, Any, get_args
 
 from prefect import flow, task
@@ -22,6 +27,7 @@ from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTa
 from dflash_core.errors import ConfigError, DataError, DFlashError
 from dflash_core.processes import default_num_processes
 from flows import tasks
+from flows.secret_blocks import key_from_block
 from flows.tasks import Request, TaskRunnerName
 
 if TYPE_CHECKING:
@@ -29,17 +35,48 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CLUSTERS = {"ray": ("prefect_ray", "RayTaskRunner"), "dask": ("prefect_dask", "DaskTaskRunner")}
+# One end of a pipe whose other end the processes of the pool watch: they end at once when it is closed.
+_pool: ContextVar[Connection | None] = ContextVar("pool", default=None)
 
 
 def prepare(request: Request, config: ExperimentConfig) -> dict[str, Any]:
     """The dataset of an experiment; with a task runner its parts are made in shards before they are put together."""
     if request.task_runner is not None:
-        make_shards.with_options(task_runner=task_runner(request))(request)
+        with _pipe_to_pool() as watched:
+            make_shards.with_options(task_runner=task_runner(request, watched))(request)
     return tasks.prepare(config)
 
 
-def task_runner(request: Request) -> TaskRunner[Any]:
-    """The runner that a request names; raises ConfigError where its package is missing."""
+def regenerate(request: Request, config: ExperimentConfig) -> dict[str, Any]:
+    """The answers of an experiment; with a task runner they are made in shards before they are put together."""
+    if request.task_runner is None:
+        return tasks.regenerate(config)
+    # A key that comes from a block stays in the environment until all are done, for threads and processes on this node.
+    with key_from_block(config.regenerate.api_key_env):
+        with _pipe_to_pool() as watched:
+            made_by = answer_shards.with_options(task_runner=task_runner(request, watched))(request)
+        return put_together(config, made_by) if made_by else tasks.regenerate(config)
+
+
+@contextmanager
+def _pipe_to_pool() -> Iterator[Connection]:
+    """Yield what the pool's processes watch, while its other end is where the flow in shards finds it."""
+    watched, ours = multiprocessing.Pipe(duplex=False)
+    token = _pool.set(ours)
+    try:
+        yield watched
+    finally:
+        _pool.reset(token)
+        ours.close()
+        watched.close()
+
+
+def task_runner(request: Request, watched: Connection | None = None) -> TaskRunner[Any]:
+    """The runner that a request names; raises ConfigError where its package is missing.
+
+    Args:
+        watched: the processes of a pool end when the other end of this pipe is closed, and when this process ends.
+    """
     name, workers = request.task_runner, request.shards or default_num_processes()
     if name not in get_args(TaskRunnerName):
         raise ConfigError(f"task_runner: {name!r} is none of {', '.join(get_args(TaskRunnerName))}")
@@ -56,7 +93,7 @@ def task_runner(request: Request) -> TaskRunner[Any]:
         raise ConfigError(f"task_runner_address: {name} runs on this node and has none")
     if name == "thread":
         return ThreadPoolTaskRunner(max_workers=workers)
-    return ProcessPoolTaskRunner(max_workers=workers, initializer=_end_with_parent)
+    return ProcessPoolTaskRunner(max_workers=workers, initializer=_end_with_flow, initargs=(watched,))
 
 
 def _cluster(request: Request) -> dict[str, Any]:
@@ -74,16 +111,20 @@ def _cluster(request: Request) -> dict[str, Any]:
     return {"cluster_kwargs": local}
 
 
-def _end_with_parent() -> None:
-    """First thing in a process of the pool: end when the flow is gone, which a SIGKILL of it would not see to."""
+def _end_with_flow(watched: Connection | None) -> None:
+    """First thing in a process of the pool: end when the flow is gone, or was interrupted, whatever is being done here.
+
+    The pool itself would wait until the shard is done, and would not notice a SIGKILL of the flow at all.
+    """
     parent = multiprocessing.parent_process()
+    signs: list[Any] = [*([parent.sentinel] if parent is not None else []), *([watched] if watched is not None else [])]
 
     def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
+        wait_for_any(signs)
+        os._exit(1)
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    if signs:
+        threading.Thread(target=watch, name="flow", daemon=True).start()
 
 
 @flow(name="dflash-shards")
@@ -96,16 +137,8 @@ def make_shards(config: Request) -> dict[str, int]:
         log.info("shards: nothing to tokenize")
         return {}
     log.info("shards: %d, by task runner %s", len(shards), config.task_runner)
-    futures = [make_shard.submit(number, shard) for number, shard in enumerate(shards)]
-    wait(futures)
     counts: dict[str, int] = {}
-    for future in futures:
-        try:
-            result = future.result()
-        except DFlashError:
-            raise
-        except Exception as error:
-            raise DataError(f"a shard could not be made ({type(error).__name__}: {error}); start again to go on") from error
+    for result in _results([make_shard.submit(number, shard) for number, shard in enumerate(shards)]):
         for key, value in result.items():
             counts[key] = counts.get(key, 0) + value
     log.info("shards: %d parts, %d rows, %d rejected", counts["num_parts"], counts["num_rows"], counts["num_rejected"])
@@ -118,3 +151,52 @@ def make_shard(number: int, shard: dict[str, Any]) -> dict[str, int]:
     from dflash_core.experiment_shards import make_shard as make
 
     return make(shard)
+
+
+@flow(name="dflash-answer-shards")
+def answer_shards(config: Request) -> list[dict[str, Any]]:
+    """Answer the rows of an experiment, a task for each shard; nothing is returned where the answers are there."""
+    from dflash_core.experiment_regenerate_shards import plan_answers, running
+
+    shards = plan_answers(config.load(), config.shards or default_num_processes())
+    if not shards:
+        return []
+    log.info("shards: %d, by task runner %s", len(shards), config.task_runner)
+    with running(shards):
+        return _results([answer_shard.submit(number, shard) for number, shard in enumerate(shards)])
+
+
+@task(name="answer-shard", task_run_name="answer shard {number}", cache_policy=NO_CACHE)
+def answer_shard(number: int, shard: dict[str, Any]) -> dict[str, Any]:
+    """Answer the rows of one shard; those that are answered stay."""
+    from dflash_core.experiment_regenerate_shards import answer_shard as answer
+
+    with key_from_block(shard["config"]["regenerate"]["api_key_env"]):
+        return answer(shard)
+
+
+@task(name="put-answers-together", cache_policy=NO_CACHE)
+def put_together(config: ExperimentConfig, made_by: list[dict[str, Any]]) -> dict[str, Any]:
+    """One folder of answers from what all shards have answered."""
+    from dflash_core.experiment_regenerate_shards import put_together as put
+
+    return tasks.log_answers(put(config, made_by))
+
+
+def _results(futures: Sequence[Any]) -> list[dict[str, Any]]:
+    """What all shards return, once they have ended; raises the first one's error."""
+    try:
+        wait(list(futures))
+    except BaseException:
+        if (ours := _pool.get()) is not None:
+            ours.close()
+        raise
+    results = []
+    for future in futures:
+        try:
+            results.append(future.result())
+        except DFlashError:
+            raise
+        except Exception as error:
+            raise DataError(f"a shard could not be made ({type(error).__name__}: {error}); start again to go on") from error
+    return results

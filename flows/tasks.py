@@ -58,7 +58,8 @@ class Request(Config):
     overrides: tuple[str, ...] = Field((), description="Each item one key of the file to change, such as train.lr=0.002")
     run: str | None = Field(None, description="Name of one run of the experiment; None: all of them")
     task_runner: TaskRunnerName | None = Field(
-        None, description="Tokenize in shards by thread, process, ray or dask (docs/scale.md); None: fastest on one node"
+        None,
+        description="Tokenize or answer in shards by thread, process, ray or dask (docs/scale.md); None: fastest on one node",
     )
     task_runner_address: str | None = Field(
         None, description="Address of the Ray or Dask cluster; None: a local one that ends with the flow"
@@ -128,7 +129,11 @@ def regenerate(config: ExperimentConfig) -> dict[str, Any]:
     from dflash_core.progress import AnswerLogProgress
 
     with key_from_block(config.regenerate.api_key_env):
-        answers = answer(config, AnswerLogProgress(every_s=5.0))
+        return log_answers(answer(config, AnswerLogProgress(every_s=5.0)))
+
+
+def log_answers(answers: dict[str, Any]) -> dict[str, Any]:
+    """Say in one line what a regeneration has come to; returns what it was given."""
     log.info(
         "answers: %d rows (%d cut by the limit), %d failed, %d cannot be asked%s", answers["num_answered"], answers["num_cut"],
         answers["num_failed"], answers["num_skipped"], " (unchanged, used again)" if answers["reused"] else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from dflash_core.errors import ConfigError, UserError
 from dflash_core.experiment_confine import FILES, FOLDERS, SERVERS, Confinement
 from dflash_core.experiment_file import ExperimentConfig, load_experiment
+from flows import deployments
 from flows.tasks import Request
 from tests.conftest import write_micro_experiment
 
@@ -165,3 +167,39 @@ def test_a_form_names_no_cluster_of_its_own(inside: Path, monkeypatch: pytest.Mo
         request.load()
     monkeypatch.setenv("DFLASH_ALLOWED_URLS", "ray://example.org:10001")
     assert request.load().name == "micro"
+
+
+@pytest.mark.parametrize("name", ["a.b", "../x", "/etc", "", "torch.utils.collect_env", ".hidden", "a b"])
+def test_a_package_that_holds_the_target_is_a_plain_name(inside: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find `a.b` Python runs `a`; and what begins as a package must not pass as a path of the checkout."""
+    monkeypatch.chdir(inside.parent)
+    assert refused(inside, f"target.path='package:{name}'") == f"target.path: package:{name}: not the name of a package"
+
+
+FLOWS = ["prepare", "regenerate", "train", "evaluate", "analyze", "experiment", "retrain", "sweep"]
+
+
+@pytest.mark.parametrize("stage", FLOWS)
+def test_every_flow_looks_where_its_parameters_point(
+    inside: Path, micro_experiment: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experiment's path, as a form or an event names it, and keys that a form changes; nothing has been made by then."""
+    assert {deployed.stage for deployed in deployments.ALL} == set(FLOWS)
+    module = importlib.import_module(f"flows.{stage}")
+    request, more = (module.SweepRequest, {"grid": ("train.lr=1,2",)}) if stage == "sweep" else (Request, {})
+    before = set(inside.parent.rglob("*"))
+    for path, overrides in ((micro_experiment, ()), (inside, ("draft.init_from=/etc",)), (inside, ("data.files=[/etc/*]",))):
+        with pytest.raises(ConfigError, match="leads outside the folders allowed here"):
+            getattr(module, stage).fn(request(experiment=str(path), overrides=overrides, **more))
+    with pytest.raises(ConfigError, match=r"task_runner_address: tcp://example\.org:1: not on this machine"):
+        runner = {"task_runner": "dask", "task_runner_address": "tcp://example.org:1"}
+        getattr(module, stage).fn(request(experiment=str(inside), **runner, **more))
+    assert set(inside.parent.rglob("*")) == before
+
+
+def test_a_grid_points_nowhere_else_either(inside: Path) -> None:
+    from flows.sweep import SweepRequest, sweep
+
+    for line in ("draft.init_from=/etc,/usr", "target.path=/etc,/usr", "draft.init_from=null,../../etc"):
+        with pytest.raises(ConfigError, match="leads outside"):
+            sweep.fn(SweepRequest(experiment=str(inside), overrides=("analyze.allow_different=true",), grid=(line,)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +32,17 @@ class InputRow:
         return {"file": self.file, "row": self.row, "id": name, "status": None, "reason": error.reason, "detail": error.detail}
 
 
-def read_inputs(files: Sequence[TakenFile], columns: Mapping[str, str], done: NDArray[np.int64]) -> Iterator[InputRow]:
-    """All rows but those whose keys are in `done` (ascending, int64 [N]).
+def read_inputs(
+    files: Sequence[TakenFile],
+    columns: Mapping[str, str],
+    done: NDArray[np.int64],
+    is_ours: Callable[[int], bool] = lambda key: True,
+    names: Sequence[str] | None = None,
+) -> Iterator[InputRow]:
+    """All rows but those whose keys are in `done` (ascending, int64 [N]), and those whose keys are not `is_ours`.
+
+    Args:
+        names: how the files are called in the rows; None: as they are here.
 
     Raises:
         DataError: a file cannot be read, or has changed since it was taken in.
@@ -46,19 +55,22 @@ def read_inputs(files: Sequence[TakenFile], columns: Mapping[str, str], done: ND
                 key = row_key(number, row)
                 while reached < len(done) and done[reached] < key:
                     reached += 1
-                if reached < len(done) and done[reached] == key:
+                if (reached < len(done) and done[reached] == key) or not is_ours(key):
                     continue
-                yield InputRow(key, file.url, row, _asked(file, row, value, columns))
+                name = file.url if names is None else names[number]
+                yield InputRow(key, name, row, _asked(file, name, row, value, columns))
 
 
-def _asked(file: TakenFile, row: int, value: dict[str, object] | BadRow, columns: Mapping[str, str]) -> Remade | BadRow:
+def _asked(
+    file: TakenFile, name: str, row: int, value: dict[str, object] | BadRow, columns: Mapping[str, str]
+) -> Remade | BadRow:
     if isinstance(value, BadRow):
         return value
     try:
         # How the old last answer ended says nothing about the new one.
         conversation = parse_row(
             {**value, columns.get("finish_reason", "finish_reason"): None},
-            source_file=file.url,
+            source_file=name,
             row=row,
             default_id=f"{file.id_prefix}:{row}",
             default_source=file.file.stem,
