@@ -42,6 +42,7 @@ from dflash_core.training.stop_request import StoppedWhileBuilding, StopRequest
 
 log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 3.0  # a stop is to be over within 5 s
+WORTH_COMPACTING_BYTES = 4 * 1024**2  # smaller ones are read as fast as they are
 
 
 def is_complete(job: TrainingJob) -> bool:
@@ -152,11 +153,25 @@ def _end(job: TrainingJob, cell: Cell, stop: StopRequest, next_step: int) -> dic
             best=_best(cell),
             finished=now(),
         )
+        if done:
+            _compact_metrics(job)
     if not done:
         raise StoppedBySignal(
             f"stopped by {stop.signal_name or ANOTHER_CELL} after step {next_step} of {cell.plan.num_steps}; run again to resume"
         )
     return job.run.read_manifest()
+
+
+def _compact_metrics(job: TrainingJob) -> None:
+    """So that whoever analyses a long run reads Parquet from the first time on; a second for each hundred megabytes.
+
+    Not after a stop, which must be over soon and is mostly resumed. The manifest says already how the run ended, and its JSONL
+    stays: a kill in here loses nothing, and rows that another cell still writes make the Parquet stale, not wrong.
+    """
+    if sum(path.stat().st_size for path in job.run.metrics.glob("*.jsonl")) >= WORTH_COMPACTING_BYTES:
+        from dflash_core.analysis.reader import compact_streams  # slow to import
+
+        compact_streams(job.run.path)
 
 
 def _best(cell: Cell) -> dict[str, Any] | None:
