@@ -130,6 +130,11 @@ def test_the_event_s_experiment_wins_over_the_own_one(own: str) -> None:
         (["demo.yaml", "sub/demo.yaml"], ConfigError, "same file name.*demo, demo"),
         (["demo.yaml", "--timezone", "Moon/Dark"], UserError, "--timezone Moon/Dark: not known"),
         (["demo.yaml", "--schedule", "weekly"], UserError, "--schedule 'weekly': not a cron line of five fields"),
+        (
+            ["demo.yaml", "--schedule"],
+            UserError,
+            r"demo\.yaml: a retraining is one run, .* needs an experiment with one; it has 2",
+        ),
     ],
 )
 def test_mistakes_cost_no_server(
@@ -139,8 +144,20 @@ def test_mistakes_cost_no_server(
     for name in ("demo.yaml", "sub/demo.yaml"):
         (tmp_path / name).write_text((REPOSITORY / "flows/experiments/demo.yaml").read_text())
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DFLASH_CONFINE", "0")
     with pytest.raises(error, match=text):
         serve._check(serve._parser().parse_args(words))
+
+
+def test_an_experiment_that_runs_would_be_refused_for_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "demo.yaml"
+    path.write_text((REPOSITORY / "flows/experiments/demo.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "workspace"))
+    with pytest.raises(ConfigError, match=r"experiment: demo\.yaml: leads outside the folders allowed here"):
+        serve._check(serve._parser().parse_args(["demo.yaml"]))
+    monkeypatch.setenv("DFLASH_ALLOWED_PATHS", str(tmp_path))
+    serve._check(serve._parser().parse_args(["demo.yaml"]))
 
 
 def test_a_second_serve_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not declared so
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
