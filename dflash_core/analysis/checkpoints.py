@@ -241,7 +241,8 @@ def checkpoint_line(row: Mapping[str, Any]) -> str | None:
     low, high = row["checkpoint_slowdown_low"], row["checkpoint_slowdown_high"]
     many = row["checkpoint_steps"]
     these = "step that overlaps" if many == 1 else "steps that overlap"
-    longer = f"took {row['checkpoint_slowdown']:+.1%} time"
+    slowdown = row["checkpoint_slowdown"]
+    longer = f"took {abs(slowdown):.1%} {'more' if slowdown >= 0 else 'less'} time"
     verdict = "; no slowdown that the interval could show" if low <= 0 <= high else ""
     return (
         f"{row['name']}: against others of as many padded tokens, the {many} {these} one of {row['num_checkpoints']} checkpoints "
