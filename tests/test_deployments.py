@@ -23,7 +23,7 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.events.schemas.deployment_triggers import DeploymentEventTrigger
 from flows import serve
 from flows.sweep import SweepRequest
-from flows.tasks import Request, markdown_table
+from flows.tasks import Request, markdown_table, told
 
 def form(request):
     schema = request.model_json_schema()
@@ -59,6 +59,7 @@ print(json.dumps({
     "written": [written(one) for one in yaml.safe_load(open("prefect.yaml"))["deployments"]],
     "several": [served(one) for one in serve.build(experiments, schedule, timezone)],
     "forms": [form(Request), form(SweepRequest)],
+    "told": [told("# T\\n\\nmade\\n## A\\n\\n" + "x" * n + "\\n## B\\ny\\n") for n in (10, 70_000)],
     "tables": [markdown_table([dict.fromkeys("abcdefg", n) for n in range(runs)]) for runs in (2, 6)],
 }))
 """
@@ -107,6 +108,12 @@ def test_the_forms_ask_for_what_matters_first_and_say_what_goes_into_each_field(
     assert plain["fields"][:3] == ["experiment", "overrides", "run"] and plain["required"] == ["experiment"]
     assert sweep["fields"][:3] == ["experiment", "grid", "overrides"] and sorted(sweep["required"]) == ["experiment", "grid"]
     assert set(sweep["fields"]) == {*plain["fields"], "grid", "most"} and plain["silent"] == sweep["silent"] == []
+
+
+def test_of_a_long_report_an_artifact_has_whole_sections(lists: dict[str, Any]) -> None:
+    short, long = lists["told"]
+    assert short.split() == ["made", "##", "A", "x" * 10, "##", "B", "y"] and "# T" not in short
+    assert long.split()[0] == "made" and "x" not in long and long.endswith("(The rest is in the report.)\n")
 
 
 def test_a_table_stands_upright_where_a_page_would_cut_it_off(lists: dict[str, Any]) -> None:
