@@ -104,8 +104,19 @@ def _watch(process: subprocess.Popen[bytes], parent: int, grace_s: float, stop: 
             deadline = time.monotonic() + grace_s
         if deadline is not None and (stop.urgent or time.monotonic() > deadline):
             break
+        _collect_adopted(process.pid)
         time.sleep(POLL_S)
     return deadline
+
+
+def _collect_adopted(command: int) -> None:
+    """Collect orphans that have ended, for they are this process's now; the command itself is left to its `Popen`."""
+    if sys.platform != "linux":
+        return  # no subreaper, no orphans
+    peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, peek)) is not None and ended.si_pid != command:
+            os.waitpid(ended.si_pid, 0)
 
 
 def _end_descendants(phases: Sequence[tuple[signal.Signals | None, float]]) -> None:

@@ -45,6 +45,8 @@ TAIL_BYTES = 64 * 1024
 HEADER = "=== launch "
 ERROR_LINE = re.compile(r"^(?:\[[^\]]*\]:?\s*)?error: (?P<text>.+)$")  # a rank's lines may carry a [prefix]
 STAMP = re.compile(r"^\d\d:\d\d:\d\d (?:INFO )?")  # the logger that a line is passed to writes its own
+# How torchrun says which rank has ended first.
+RANK_LINE = re.compile(r"^.*failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) .*$")
 TRACEBACK_LINE = re.compile(r"^(?:\[[^\]]*\]:?\s*)?(?P<text>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*)$")
 
 
@@ -127,14 +129,20 @@ def raise_for_exit(code: int, log_file: Path) -> None:
 
 
 def last_error_line(log_file: Path) -> str | None:
-    """Of the last launch into `log_file`: its last `error: ...`, else the end of its last traceback, else its last line."""
+    """Of the last launch into `log_file`: its last `error: ...`, else a killed rank, the end of its traceback, its last line."""
     text = "\n".join(last_lines(log_file))
     lines = text.rpartition(HEADER)[2].splitlines()[1:]
-    for pattern in (ERROR_LINE, TRACEBACK_LINE):
+    for pattern in (ERROR_LINE, RANK_LINE, TRACEBACK_LINE):
         for line in reversed(lines):
             if (match := pattern.match(line)) and "another cell ended" not in line:
-                return match["text"]
+                return _killed_rank(match) if pattern is RANK_LINE else match["text"]
     return lines[-1].strip() if lines else None
+
+
+def _killed_rank(match: re.Match[str]) -> str:
+    code = int(match["code"])
+    how = f"was ended by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"ended with exit code {code}"
+    return f"the process of cell {match['rank']} {how}"
 
 
 def last_lines(path: Path, count: int | None = None) -> list[str]:

@@ -192,7 +192,8 @@ def _run_runner(arguments: argparse.Namespace) -> int:
     from flows import reconcile
 
     console.show_our_lines()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor asks by SIGTERM
+    # The supervisor asks by SIGTERM. Not SIG_IGN, which the flow runs would inherit: they are to be stopped by SIGINT, too.
+    signal.signal(signal.SIGINT, lambda _number, _frame: None)
     try:
         deployments = build(arguments.experiments, arguments.schedule, arguments.timezone)
     except ValueError as error:  # Prefect's own check of the cron line

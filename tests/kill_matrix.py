@@ -153,7 +153,7 @@ class Matrix:
             assert self.place.serving is not None
             found = psutil.Process(self.place.serving.pid)
             for _ in range(("serve", "serve-supervisor", "runner").index(whom)):
-                [found] = [one for one in found.children() if "prefect" not in words_of(one)[1:3]]
+                [found] = [one for one in found.children() if "flows.serve" in words_of(one)]
             return found
         flow = self.flow()
         if whom == "flow":

@@ -251,6 +251,31 @@ def test_what_is_quoted_without_an_error_line(tmp_path: Path) -> None:
     assert last_error_line(log_file) is None
 
 
+@pytest.mark.parametrize(("code", "how"), [("-9", "was ended by SIGKILL"), ("7", "ended with exit code 7")])
+def test_of_a_rank_that_says_nothing_torchrun_s_word_is_quoted(tmp_path: Path, code: str, how: str) -> None:
+    """As torchrun writes it; its own traceback, which follows, says nothing of what happened."""
+    lines = [
+        "error: cell 0: another cell ended; its own error says why",
+        f"E1130 08:33:57.6 30980 torch/api.py:1002] failed (exitcode: {code}) local_rank: 1 (pid: 30996) of binary: /bin/python",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
+    ]
+    run(f"print({chr(10).join(lines)!r})", tmp_path)
+    assert last_error_line(tmp_path / "logs" / "log") == f"the process of cell 1 {how}"
+
+
+def test_orphans_that_have_ended_are_collected(tmp_path: Path) -> None:
+    """A `serve` runs for weeks, and each flow run of it that is killed leaves its helpers to the supervisor."""
+    code = """
+import os, psutil, subprocess, sys, time
+orphan = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', ''])"
+subprocess.run([sys.executable, "-c", orphan])
+deadline = time.monotonic() + 30
+while len(psutil.Process(os.getppid()).children()) > 1 and time.monotonic() < deadline: time.sleep(0.05)
+sys.exit(len(psutil.Process(os.getppid()).children()))
+"""
+    assert run(code, tmp_path) == 1
+
+
 def test_the_relay_limits_its_rate_and_keeps_the_last_line(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("test.relay")
     caplog.set_level(logging.INFO, logger="test.relay")
