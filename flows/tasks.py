@@ -261,7 +261,8 @@ def analyze(config: ExperimentConfig, run_dirs: list[str]) -> dict[str, Any]:
 
 def told(report: str) -> str:
     """The sections of report.md without its title, as many as a page and Prefect's database bear."""
-    kept, length = [], 0
+    kept: list[str] = []
+    length = 0
     for section in re.split(r"(?m)^(?=## )", report.partition("\n")[2]):
         length += len(section)
         if length > LONGEST_TEXT:
