@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, log10, sqrt
 from typing import Any
 
@@ -56,7 +57,8 @@ def detrended(values: FloatArray) -> FloatArray:
 def reflected(values: FloatArray, half: int) -> FloatArray:
     """The series with `half` values more at each end, by point reflection at the median of its `END_STEPS` there; it must have
     at least `half + END_STEPS`."""
-    first, last = np.median(values[:END_STEPS]), np.median(values[-END_STEPS:])
+    # As numpy's median has it, in a tenth of the time.
+    first, last = (sorted(part.tolist())[END_STEPS // 2] for part in (values[:END_STEPS], values[-END_STEPS:]))
     left = 2 * first - values[END_STEPS : END_STEPS + half][::-1]
     right = 2 * last - values[len(values) - END_STEPS - half : len(values) - END_STEPS][::-1]
     return np.concatenate((left, values, right))
@@ -111,10 +113,28 @@ def block_length(values: FloatArray) -> int:
 
 @dataclass(frozen=True)
 class Resampled:
-    """Values that a statistic takes when the series is drawn again, each centred on the statistic itself."""
+    """Values that a statistic takes when the series is drawn again, each centred on the statistic itself.
+
+    Args:
+        mean: of each resample.
+        centred: the series less its mean.
+        starts: of the blocks of each resample, [resamples, blocks].
+        length: of a block.
+        plain: mean of each resample of `centred`.
+    """
 
     mean: FloatArray
-    sd: FloatArray
+    centred: FloatArray
+    starts: np.ndarray[Any, np.dtype[np.int32]]
+    length: int
+    plain: FloatArray
+
+    @cached_property
+    def sd(self) -> FloatArray:
+        """Standard deviation of each resample; few ask for it, and it takes as long as the mean."""
+        second = _drawn_means(self.centred**2, self.starts, self.length)
+        sd = np.sqrt(np.maximum(second - self.plain**2, 0))
+        return np.asarray(sd - sd.mean() + self.centred.std())
 
 
 def block_bootstrap(values: FloatArray, rng: Generator, num_resamples: int = NUM_RESAMPLES) -> Resampled | None:
@@ -132,10 +152,13 @@ def block_bootstrap(values: FloatArray, rng: Generator, num_resamples: int = NUM
     centred = values - centre
     blocks = ceil(n / length)
     starts = rng.integers(0, n, size=(num_resamples, blocks), dtype=np.int32)
-    first = _block_sums(centred, length)[starts].sum(axis=1) / (blocks * length)
-    second = _block_sums(centred**2, length)[starts].sum(axis=1) / (blocks * length)
-    sd = np.sqrt(np.maximum(second - first**2, 0))
-    return Resampled(mean=first - first.mean() + centre, sd=sd - sd.mean() + centred.std())
+    plain = _drawn_means(centred, starts, length)
+    return Resampled(plain - plain.mean() + centre, centred, starts, length, plain)
+
+
+def _drawn_means(values: FloatArray, starts: np.ndarray[Any, np.dtype[np.int32]], length: int) -> FloatArray:
+    """Mean of each resample of blocks that start there, [resamples]."""
+    return np.asarray(_block_sums(values, length)[starts].sum(axis=1) / (starts.shape[1] * length))
 
 
 def _block_sums(values: FloatArray, length: int) -> FloatArray:
