@@ -253,8 +253,11 @@ def matrix(table: pa.Table, column: str) -> np.ndarray[Any, np.dtype[np.float64]
     if isinstance(lists, pa.ChunkedArray):
         lists = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.array([], type=table.schema.field(column).type)
     lengths = np.asarray(pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)).astype(np.int64)
-    result = np.full((len(lists), int(lengths.max(initial=0))), np.nan)
+    shape = (len(lists), int(lengths.max(initial=0)))
     flat = np.asarray(pc.fill_null(pc.list_flatten(lists).cast(pa.float64()), np.nan).to_numpy(zero_copy_only=False))
+    if len(flat) == shape[0] * shape[1]:
+        return flat.reshape(shape)
+    result = np.full(shape, np.nan)
     rows = np.repeat(np.arange(len(lists)), lengths)
     columns = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     result[rows, columns] = flat

@@ -115,7 +115,8 @@ def _filtered(y: FloatArray) -> FloatArray:
 def _median_before(y: FloatArray) -> FloatArray:
     """Median of the `BEFORE` values before each one; of as many as there are at the start, and the first itself."""
     medians = inner_median(y, BEFORE)[:-1]
-    start = [y[0]] + [float(np.median(y[:i])) for i in range(1, BEFORE)]
+    ordered = [sorted(y[:i].tolist()) for i in range(1, BEFORE)]
+    start = [y[0]] + [(some[(len(some) - 1) // 2] + some[len(some) // 2]) / 2 for some in ordered]
     return np.concatenate((start, medians))
 
 
