@@ -1,7 +1,7 @@
 """The kill matrix: whoever is killed, nobody survives, the run folder is whole, and the same command goes on.
 
-Real trainings, each case one more kill of the same run, which at last has every step once. The cases marked `rest` are those
-that differ little from another one; `DFLASH_KILL_MATRIX=all` has them run, too.
+Real trainings, each case one more kill of the same run, which at last has every step once. The cases of `REST` are those that
+differ little from another one; `DFLASH_KILL_MATRIX=all` has them run, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ STOPPED, FAILED, EITHER = ("stopped",), ("failed",), ("stopped", "failed")
 DIRECT = [
     Case("direct", "flow", INT, STOPPED, ("CANCELLED",), 4),
     Case("direct", "flow", KILL, STOPPED, ("CRASHED",), -KILL),
-    Case("direct", "supervisor", KILL, STOPPED, ("CANCELLED",), 4),
     Case("direct", "training", KILL, FAILED, ("FAILED",), 3),
     Case("direct", "server", KILL, (), ("RUNNING",)),
     Case("direct", "server and flow", KILL, STOPPED, ("CRASHED",), -KILL),
@@ -40,6 +39,7 @@ SERVED = [
 ]
 REST = [
     Case("direct", "flow", TERM, STOPPED, ("CANCELLED",), 4),
+    Case("direct", "supervisor", KILL, STOPPED, ("CANCELLED",), 4),
     Case("direct", "supervisor", TERM, STOPPED, ("CANCELLED",), 4),
     Case("direct", "training", TERM, STOPPED, ("CANCELLED",), 4),
     Case("direct", "training", KILL, EITHER, ("CANCELLED", "FAILED"), 4, cells=2),
