@@ -11,17 +11,20 @@ import logging
 import multiprocessing
 import os
 import secrets
+import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
+from types import FrameType
 from typing import TYPE_CHECKING, Any, get_args
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.futures import wait
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from dflash_core.errors import ConfigError, DataError, DFlashError
@@ -35,8 +38,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CLUSTERS = {"ray": ("prefect_ray", "RayTaskRunner"), "dask": ("prefect_dask", "DaskTaskRunner")}
-# One end of a pipe whose other end the processes of the pool watch: they end at once when it is closed.
-_pool: ContextVar[Connection | None] = ContextVar("pool", default=None)
+LOOK_EVERY_S = 0.5  # whether a signal has arrived while shards run
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What a flow in shards needs of its surroundings.
+
+    Attributes:
+        pool: one end of a pipe whose other end the processes of a pool watch: they end at once when it is closed.
+        handlers: of signals, as they were before a cluster was started.
+    """
+
+    pool: Connection
+    handlers: dict[int, Any]
+
+
+_around: ContextVar[_Around | None] = ContextVar("around", default=None)
 
 
 def prepare(request: Request, config: ExperimentConfig) -> dict[str, Any]:
@@ -60,13 +78,13 @@ def regenerate(request: Request, config: ExperimentConfig) -> dict[str, Any]:
 
 @contextmanager
 def _pipe_to_pool() -> Iterator[Connection]:
-    """Yield what the pool's processes watch, while its other end is where the flow in shards finds it."""
+    """Yield what the pool's processes watch, while its other end and the signals' handlers are where the flow finds them."""
     watched, ours = multiprocessing.Pipe(duplex=False)
-    token = _pool.set(ours)
+    token = _around.set(_Around(ours, {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}))
     try:
         yield watched
     finally:
-        _pool.reset(token)
+        _around.reset(token)
         ours.close()
         watched.close()
 
@@ -183,13 +201,55 @@ def put_together(config: ExperimentConfig, made_by: list[dict[str, Any]]) -> dic
     return tasks.log_answers(put(config, made_by))
 
 
+@contextmanager
+def _own_signals(around: _Around) -> Iterator[Callable[[], None]]:
+    """Let the flow's handlers hold while inside; yields what raises again if a signal's exception was lost.
+
+    When Ray starts it puts handlers of its own in their place, and while it waits it swallows what a handler raises.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        around.handlers[number](number, frame)
+
+    def raise_again() -> None:
+        if arrived:
+            around.handlers[arrived[-1]](arrived[-1], None)
+
+    ours = {number: handler for number, handler in around.handlers.items() if callable(handler)}
+    for number in ours:
+        signal.signal(number, note)
+    try:
+        yield raise_again
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+
+
+def _wait(future: Any, raise_again: Callable[[], None]) -> None:
+    """Wait for a shard to end, well or not. A wait that returns early has nothing more to wait for."""
+    while True:
+        begin = time.monotonic()
+        future.wait(timeout=LOOK_EVERY_S)
+        raise_again()
+        if time.monotonic() - begin < LOOK_EVERY_S:
+            return
+
+
 def _results(futures: Sequence[Any]) -> list[dict[str, Any]]:
     """What all shards return, once they have ended; raises the first one's error."""
+    around = _around.get()
+    assert around is not None
     try:
-        wait(list(futures))
+        with _own_signals(around) as raise_again:
+            for future in futures:
+                _wait(future, raise_again)
     except BaseException:
-        if (ours := _pool.get()) is not None:
-            ours.close()
+        around.pool.close()
         raise
     results = []
     for future in futures:
