@@ -7,12 +7,14 @@ process ends.)
 
 from __future__ import annotations
 
+import contextvars
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -29,6 +31,27 @@ def one_thread() -> None:
     when they are loaded, so nothing that loads them may be preloaded."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "POLARS_MAX_THREADS"):
         os.environ[name] = "1"
+
+
+@contextmanager
+def repeated(call: Callable[[], None], every_s: float, name: str) -> Iterator[None]:
+    """Call a function every so many seconds while inside, in a thread that ends, and is waited for, with the block.
+
+    It runs in the context of the caller, so lines that it logs belong to the caller's flow. What it raises ends the thread.
+    """
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(every_s):
+            call()
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Processes:

@@ -216,12 +216,12 @@ def test_an_implementation_that_the_model_does_not_have_is_one_line(micro_target
 
 
 def test_a_target_whose_weights_cannot_be_read_is_one_line(micro_target: Path, tmp_path: Path) -> None:
-    for weights in (None, b"not a safetensors file"):
+    for weights, why in ((None, "holds no weights in safetensors files"), (b"not a safetensors file", "cannot be loaded: ")):
         folder = Path(shutil.copytree(micro_target, tmp_path / str(weights is None)))
         (folder / "model.safetensors").unlink()
         if weights is not None:
             (folder / "model.safetensors").write_bytes(weights)
-        with pytest.raises(ConfigError, match=r"^target\.path: .* cannot be loaded: ") as caught:
+        with pytest.raises(ConfigError, match=rf"^target\.path: .* {why}") as caught:
             FrozenTarget(folder, (1, 2), "float32", "sdpa", "cpu")
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 

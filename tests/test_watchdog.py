@@ -401,7 +401,8 @@ def test_a_stage_may_end_when_its_work_is_done_or_a_stop_was_asked_for() -> None
 
 
 def test_the_first_failure_wins_and_later_ones_are_told_at_debug(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG), Supervisor("cell") as supervisor:
+    # By name: whoever has imported the flows has set a level for the package.
+    with caplog.at_level(logging.DEBUG, "dflash_core"), Supervisor("cell") as supervisor:
         supervisor.fail(StageError("target 0", 1, ValueError("first")))
         supervisor.fail(StageError("target 1", 2, ValueError("second")))
         with pytest.raises(StageError, match="target 0"):

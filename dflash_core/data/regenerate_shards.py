@@ -10,9 +10,7 @@ or started again, asks nothing twice that had ended. How many shards there are m
 
 from __future__ import annotations
 
-import contextvars
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +18,7 @@ from pathlib import Path
 
 from dflash_core.data.regenerate_log import AnswerLog
 from dflash_core.errors import DFlashError
+from dflash_core.processes import repeated
 
 logger = logging.getLogger("dflash_core.regenerate")
 LEASE_EVERY_S, LEASE_PATIENCE_S, LOOK_EVERY_S = 5.0, 60.0, 0.5
@@ -72,24 +71,19 @@ def kept_lease(path: Path, each_time: Callable[[], None] | None = None, every_s:
     Args:
         each_time: called after each renewal, in a thread of its own.
     """
-    ended = threading.Event()
 
     def renew() -> None:
-        while not ended.wait(every_s):
-            with suppress(OSError):  # a network that is away for a moment
-                path.write_text(f"{time.time_ns()}\n")
-            if each_time is not None:
+        with suppress(OSError):  # a network that is away for a moment
+            path.write_text(f"{time.time_ns()}\n")
+        if each_time is not None:
+            with suppress(OSError):
                 each_time()
 
     path.write_text(f"{time.time_ns()}\n")
-    context = contextvars.copy_context()  # of the flow, so that lines from this thread are its own
-    thread = threading.Thread(target=context.run, args=(renew,), name="lease", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeated(renew, every_s, "lease"):
+            yield
     finally:
-        ended.set()
-        thread.join()
         path.unlink(missing_ok=True)
 
 
