@@ -151,6 +151,19 @@ def test_train_serve_gap(tmp_path: Path, measured: float, strength: str) -> None
     assert found.evidence["direction"] == ("decoding gives more" if measured > 5 else "decoding gives less")
 
 
+@pytest.mark.parametrize(("num_prompts", "told"), [(2, 0), (7, 0), (8, 1)])
+def test_a_few_prompts_tell_no_train_serve_gap(tmp_path: Path, num_prompts: int, told: int) -> None:
+    """Two prompts that give the same length have an interval of no width: that is no certainty."""
+
+    def measured(streams: plants.Streams) -> None:
+        plants.measures(1.1)(streams)
+        known = [row for row in streams["evals"] if (row["kind"], row["metric"]) == ("trained", "acceptance_length")]
+        streams["evals"] += [row | {"metric": "num_prompts", "value": float(num_prompts)} for row in known]
+
+    found = findings(made(tmp_path / "run", measured))
+    assert [one.kind for one in found].count("train_serve_gap") == told
+
+
 @pytest.mark.parametrize(
     "planted",
     [
