@@ -151,6 +151,31 @@ def test_train_serve_gap(tmp_path: Path, measured: float, strength: str) -> None
     assert found.evidence["direction"] == ("decoding gives more" if measured > 5 else "decoding gives less")
 
 
+def test_a_small_part_of_the_roughness_is_not_told(tmp_path: Path) -> None:
+    """An eighth of the variance is the mix for sure, and not worth a word."""
+    run = made(tmp_path / "run", plants.bucket_offset(0.074), order="shuffle", batches_per_step=4)
+    assert "loss_composition" not in [one.kind for one in findings(run)]
+
+
+def test_resets_two_steps_behind_checkpoints_are_theirs(tmp_path: Path) -> None:
+    late = plants.fall_back(lambda streams: [step + 2 for step in plants.at_checkpoints(streams)])
+    found = only(made(tmp_path / "run", plants.checkpoints_every(50), late), "resets")
+    assert found.evidence["cause"] == "checkpoints"
+
+
+@pytest.mark.parametrize(("num_prompts", "told"), [(2, 0), (7, 0), (8, 1)])
+def test_a_few_prompts_tell_no_train_serve_gap(tmp_path: Path, num_prompts: int, told: int) -> None:
+    """Two prompts that give the same length have an interval of no width: that is no certainty."""
+
+    def measured(streams: plants.Streams) -> None:
+        plants.measures(1.1)(streams)
+        known = [row for row in streams["evals"] if (row["kind"], row["metric"]) == ("trained", "acceptance_length")]
+        streams["evals"] += [row | {"metric": "num_prompts", "value": float(num_prompts)} for row in known]
+
+    found = findings(made(tmp_path / "run", measured))
+    assert [one.kind for one in found].count("train_serve_gap") == told
+
+
 @pytest.mark.parametrize(
     "planted",
     [

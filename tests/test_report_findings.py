@@ -248,6 +248,8 @@ def test_the_first_lines_tell_groups_of_seeds_apart(runs: list[RunAnalysis]) -> 
     assert group_lines(other, sure) == [
         "Acceptance length: b 3.84 (3 runs), a 3.07 (2 runs). Against b: a -0.77 (95 % interval -1 to -0.5)."
     ]
+    equal = [against("b", "a", "acceptance_length", 0.0, 0.0, 0.0)]
+    assert group_lines(GROUPS, equal)[0].endswith("Against b: a the same.")  # and not what other seeds could do to it
     many = [GROUPS[0], *(group(f"g{i}", "acceptance_length", 3.0) for i in range(5))]
     assert "and 2 more groups (3 runs each)" in group_lines(many, [])[0]
     # In a report they come right behind what it is about.

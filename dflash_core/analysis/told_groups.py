@@ -34,9 +34,15 @@ def _line(rows: Sequence[Row], comparisons: Sequence[Row]) -> str | None:
     more = f" and {len(several) - len(shown)} more groups" if len(several) > len(shown) else ""
     found = {(row["group_a"], row["group_b"]): row for row in comparisons if row["metric"] == metric}
     against = [found[first, row["group"]] for row in shown[1:] if (first, row["group"]) in found]
-    told = [f"{row['group_b']} {signed(row['difference'])} ({_interval(row)})" for row in against]
+    told = [_difference(row) for row in against]
     name = label(metric)
     return f"{name[0].upper()}{name[1:]}: {means}{more}{each}. Against {first}: {', '.join(told)}."
+
+
+def _difference(row: Row) -> str:
+    if row["difference"] == row["ci_low"] == row["ci_high"] == 0:
+        return f"{row['group_b']} the same"
+    return f"{row['group_b']} {signed(row['difference'])} ({_interval(row)})"
 
 
 def _interval(row: Row) -> str:

@@ -29,6 +29,8 @@ MIN_STEPS = 40
 MIN_RATIO, MAX_RATIO = 0.5, 3.0
 STRONG_RATIO, MODERATE_RATIO = 0.2, 0.35
 MIN_PROMISE, MIN_DIFFERENCE = 0.5, 0.4
+# Of fewer prompts the interval over prompts is much too narrow, and of two that are alike it is a point.
+MIN_PROMPTS = 8
 # Where evaluation gave no interval, or training too few independent steps for one.
 UNKNOWN_SPREAD = 0.2
 
@@ -43,7 +45,7 @@ class Length:
 
 
 def find_train_serve_gap(run: Run, context: Context) -> list[Finding]:
-    """`train_serve_gap`, for runs that were evaluated."""
+    """`train_serve_gap`, for runs that were evaluated; nothing where that was on fewer than 8 prompts."""
     promised, measured = _promised(run, context.rng), _measured(run)
     if promised is None or measured is None:
         return []
@@ -77,6 +79,9 @@ def _promised(run: Run, rng: Generator) -> Length | None:
 
 def _measured(run: Run) -> Length | None:
     """What evaluation measured over all sources."""
+    prompts = _last(run, "trained", "num_prompts")
+    if prompts is not None and prompts < MIN_PROMPTS:
+        return None
     value = _last(run, "trained", "acceptance_length")
     value = run.manifest.get("acceptance_length") if value is None else value
     if not isinstance(value, int | float) or not np.isfinite(value):
