@@ -123,7 +123,6 @@ def order_summary(run: Run, rng: Generator) -> dict[str, Any]:
     }
 
 
-@once_per_run
 def order_levels_by_epoch(run: Run) -> list[OrderLevels]:
     """The statistics of each epoch's consumed batches at three levels, as `bucketing.plan_levels` has them of a plan."""
     table, bucket = run.batches, run.buckets()

@@ -11,7 +11,7 @@ import numpy as np
 from dflash_core.analysis.findings.curve_tools import steps_with_batches
 from dflash_core.analysis.findings.finding import Context, Finding, Strength
 from dflash_core.analysis.findings.pipeline_rows import column, plain
-from dflash_core.analysis.order import MIXED, leaning_bucket, order_levels_by_epoch, step_counts
+from dflash_core.analysis.order import MIXED, leaning_bucket, step_counts
 from dflash_core.analysis.runs import Run
 from dflash_core.bucketing import OrderStatistics, order_statistics, run_lengths
 
@@ -73,19 +73,13 @@ def _epochs(run: Run) -> list[Epoch]:
     lengths = np.nan_to_num(column(run.batches, "mean_seq_len"))
     borders = np.flatnonzero(np.diff(column(run.batches, "epoch", 0.0))) + 1
     num_buckets = run.num_buckets
-    # Where every length is a number, the table of runs has the same statistics.
-    are_lengths = bool(np.isfinite(column(run.batches, "mean_seq_len", 0.0)).all())
     return [
         Epoch(
             begin,
             end,
-            levels.flat
-            if are_lengths
-            else order_statistics(
-                bucket[begin:end], step=step[begin:end], mean_length=lengths[begin:end], num_buckets=num_buckets
-            ),
+            order_statistics(bucket[begin:end], step=step[begin:end], mean_length=lengths[begin:end], num_buckets=num_buckets),
         )
-        for (begin, end), levels in zip(pairwise([0, *borders.tolist(), len(bucket)]), order_levels_by_epoch(run), strict=True)
+        for begin, end in pairwise([0, *borders.tolist(), len(bucket)])
         if end - begin >= MIN_BATCHES
     ]
 
