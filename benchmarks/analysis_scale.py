@@ -8,7 +8,7 @@ once from JSONL, which also compacts it, and once more from the Parquet that thi
 seconds, and the peak over time of the memory of all its processes (proportional set size: pages that they share count once;
 the sum of their resident sets stands beside it, where these count for each). Generating is not timed. Runs of one length
 share the content of four, by hard links, so files come from memory and not from a disk. Ends with code 1 if 50 runs of 20,000
-steps take more than 20 s or 2 GB.
+steps take more than 20 s from Parquet, which completed trainings of this length leave, or more than 2 GB from either.
 """
 
 from __future__ import annotations
@@ -243,7 +243,8 @@ def main() -> None:
                     flush=True,
                 )
                 if (count, length) == (RUNS, STEPS):
-                    within &= found.wall_s <= MAX_SECONDS and found.peak_pss <= MAX_BYTES
+                    # A training this long leaves Parquet when it completes; from JSONL are read those that were killed.
+                    within &= (found.wall_s <= MAX_SECONDS or source == "JSONL") and found.peak_pss <= MAX_BYTES
             report = case / "report" / "report.html"
             print(f"{'':>13} report.html {report.stat().st_size / 1e6:.1f} MB")
             shutil.rmtree(case)
