@@ -124,12 +124,6 @@ def _check(arguments: argparse.Namespace) -> None:
     from dflash_core.experiment_confine import Confinement
 
     experiments = arguments.experiments or [DEMO]
-    bounds = None if os.environ.get("DFLASH_CONFINE") == "0" else Confinement.from_environment()
-    for path in experiments:
-        config = load_experiment(path)
-        if bounds is not None:  # as every run of a deployment checks it: better said here than by each of them
-            bounds.check_path("experiment", path)
-            bounds.check(config)
     stems = [Path(path).stem for path in experiments]
     if len(set(stems)) < len(stems):
         raise ConfigError(
@@ -139,6 +133,16 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError(f"--timezone {arguments.timezone}: not known; such as UTC or Europe/Berlin")
     if arguments.schedule is not None and len(arguments.schedule.split()) != 5:
         raise UserError(f"--schedule {arguments.schedule!r}: not a cron line of five fields, such as {WEEKLY!r}")
+    bounds = None if os.environ.get("DFLASH_CONFINE") == "0" else Confinement.from_environment()
+    for path in experiments:
+        config = load_experiment(path)
+        if bounds is not None:  # as every run of a deployment checks it: better said here than by each of them
+            bounds.check_path("experiment", path)
+            bounds.check(config)
+        if arguments.schedule is not None and len(config.runs) > 1:
+            raise UserError(
+                f"{path}: a retraining is one run, so --schedule needs an experiment with one; it has {len(config.runs)}"
+            )
 
 
 def _serve(arguments: argparse.Namespace, argv: list[str]) -> None:
