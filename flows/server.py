@@ -21,13 +21,10 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +34,7 @@ import psutil
 from dflash_core.errors import DFlashError, TrainingError, UserError
 from flows import child
 from flows.launch import last_lines, try_lock
+from flows.loopback import check_reachable, free_port, healthy
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +44,6 @@ LOCK_S = 180.0  # longer than a start, which happens under the lock
 HEALTH_S = 5.0
 WATCH_S = 1.0  # Prefect's clients try again for a minute
 EMBEDDED = "DFLASH_EMBEDDED_SERVER"  # marks a PREFECT_API_URL as ours, in this process and its children
-LOGGERS = "dflash_core,flows"
 QUIET = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -94,7 +91,7 @@ def quiet_logging() -> dict[str, str]:
     """Our loggers reach Prefect, Prefect's own chatter does not reach the console; what the user has set stays."""
     wanted = {
         "PREFECT_LOGGING_LEVEL": "WARNING",
-        "PREFECT_LOGGING_EXTRA_LOGGERS": LOGGERS,
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "dflash_core,flows",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }
     return {key: os.environ.get(key, value) for key, value in wanted.items()}
@@ -114,7 +111,7 @@ def session(workspace: Path, keep: bool = False) -> Iterator[str]:
         UserError: the user's PREFECT_API_URL does not answer. TrainingError: the server does not start.
     """
     if url := external_url():
-        _check_reachable(url)
+        check_reachable(url, 2 * HEALTH_S)
         os.environ.update(quiet_logging())
         yield url
         return
@@ -193,7 +190,7 @@ def stop(workspace: Path, force: bool = False) -> bool:
 def find(workspace: Path) -> Server | None:
     """The workspace's server if it runs and answers, else None. Starts nothing."""
     server = _running(_folder(workspace))
-    return server if server is not None and is_ours(server) and _healthy(server.url) else None
+    return server if server is not None and is_ours(server) and healthy(server.url, HEALTH_S) else None
 
 
 def is_ours(server: Server) -> bool:
@@ -270,11 +267,10 @@ def _same(process: psutil.Process, server: Server) -> bool:
 
 def _ensure(folder: Path, keep: bool) -> Server:
     server = _running(folder)
-    if server is not None and not (is_ours(server) and _healthy(server.url)):
+    if server is not None and not (is_ours(server) and healthy(server.url, HEALTH_S)):
         log.warning("the server (process %d) does not answer; starting it anew", server.pid)
         _stop(folder, server)
-        server = replace(server, keep=server.keep or keep)
-        server = _start(folder, server.keep)
+        server = _start(folder, server.keep or keep)
     elif server is None:
         server = _start(folder, keep or _read(folder).get("keep") is True)  # it was killed, nobody has stopped it
     elif keep and not server.keep:
@@ -288,7 +284,7 @@ def _start(folder: Path, keep: bool) -> Server:
     last = _read(folder).get("port")
     for attempt in range(3):
         # The last port again, so that addresses stay valid; a free one if it is taken or was lost to somebody meanwhile.
-        port = _free_port(last if attempt == 0 and isinstance(last, int) else 0)
+        port = free_port(last if attempt == 0 and isinstance(last, int) else 0)
         server = _start_on(folder, port, keep)
         if server is not None:
             return server
@@ -320,7 +316,7 @@ def _start_on(folder: Path, port: int, keep: bool) -> Server | None:
         _write(folder, asdict(server))
         deadline = time.monotonic() + START_S
         while process.poll() is None:
-            if is_ours(server) and _healthy(server.url):
+            if is_ours(server) and healthy(server.url, HEALTH_S):
                 process.returncode = 0  # it is nobody's child from here on: `_stop` finds it by its id
                 return server
             if time.monotonic() > deadline:
@@ -361,35 +357,6 @@ def _family(server: Server) -> list[psutil.Process]:
                 if os.getsid(process.pid) == server.pid:
                     members.setdefault(process.pid, process)
     return list(members.values())
-
-
-def _free_port(preferred: int) -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", preferred))
-        except OSError:
-            probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _healthy(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback never goes through a proxy
-    try:
-        with opener.open(f"{url}/health", timeout=HEALTH_S) as answer:
-            return bool(answer.status == 200 and answer.read(64).strip() == b"true")
-    except (OSError, ValueError):  # refused, timed out, not HTTP
-        return False
-
-
-def _check_reachable(url: str) -> None:
-    try:
-        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=2 * HEALTH_S).close()  # noqa: S310 - the user's own address
-    except urllib.error.HTTPError:
-        return  # somebody answers; whether the key is right is for Prefect to say
-    except (OSError, ValueError) as error:
-        raise UserError(f"PREFECT_API_URL: no server answers at {url} ({error})") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,41 @@
+"""Ports of this machine, and whether a Prefect server answers at an address."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+
+from dflash_core.errors import UserError
+
+
+def free_port(preferred: int) -> int:
+    """A free port of 127.0.0.1: the preferred one if that is possible; 0 prefers none."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", preferred))
+        except OSError:
+            probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def healthy(url: str, timeout_s: float) -> bool:
+    """Whether a server on this machine says that it is well."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback never goes through a proxy
+    try:
+        with opener.open(f"{url}/health", timeout=timeout_s) as answer:
+            return bool(answer.status == 200 and answer.read(64).strip() == b"true")
+    except (OSError, ValueError):  # refused, timed out, not HTTP
+        return False
+
+
+def check_reachable(url: str, timeout_s: float) -> None:
+    """Raise UserError if nobody answers at the user's own PREFECT_API_URL."""
+    try:
+        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=timeout_s).close()  # noqa: S310 - the user's own address
+    except urllib.error.HTTPError:
+        return  # somebody answers; whether the key is right is for Prefect to say
+    except (OSError, ValueError) as error:
+        raise UserError(f"PREFECT_API_URL: no server answers at {url} ({error})") from error
