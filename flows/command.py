@@ -145,7 +145,7 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
         short_lived = embedded is not None and not embedded.keep
         log.info(
             "Prefect: %s%s",
-            url.removesuffix("/api"),
+            without_secrets(url.removesuffix("/api")),
             " (until the end of this run; --keep-server keeps it)" if short_lived else "",
         )
         asked = {"experiment": arguments.experiment, "overrides": tuple(arguments.overrides), "run": run, **runner}

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_core.errors import ConfigError, DFlashError, TrainingError, UserError
+from dflash_core.redaction import without_secrets
 from flows import command, console, server
 from flows.deployments import ALL, ARRIVED, DEMO, SLUG, TIMEZONE, WEEKLY, Deployed, experiment_of_event
 from flows.launch import last_error_line, launch, try_lock
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(arguments)
         _serve(arguments, list(sys.argv[1:] if argv is None else argv))
     except DFlashError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {without_secrets(str(error))}\n")
         return error.exit_code
     except (KeyboardInterrupt, command.Terminated):
         log.info("ended; its flow runs were stopped, and trainings have saved their state")
@@ -153,8 +154,8 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> None:
     with _only_one(home / "locks"), server.session(home) as url:
         if log_file.exists() and log_file.stat().st_size > LARGEST_LOG:
             log_file.replace(log_file.with_suffix(".log.1"))
-        log.info("Prefect: %s; Ctrl-C ends this and what it runs", url.removesuffix("/api"))
-        log.info("in another terminal: export PREFECT_API_URL=%s", url)
+        log.info("Prefect: %s; Ctrl-C ends this and what it runs", without_secrets(url.removesuffix("/api")))
+        log.info("in another terminal: export PREFECT_API_URL=%s", without_secrets(url))
         environment = {**os.environ, ENTRY: "1", "PYTHONUNBUFFERED": "1"}
         code = launch(
             [sys.executable, "-m", "flows.serve", *argv],

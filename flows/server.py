@@ -32,6 +32,7 @@ from pathlib import Path
 import psutil
 
 from dflash_core.errors import DFlashError, TrainingError, UserError
+from dflash_core.redaction import without_secrets
 from flows import child
 from flows.launch import last_lines, try_lock
 from flows.loopback import check_reachable, free_port, healthy
@@ -371,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         text, code = _act(arguments.action, workspace(), arguments.force)
     except DFlashError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {without_secrets(str(error))}\n")
         return error.exit_code
     sys.stdout.write(text + "\n")
     return code

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.errors import DFlashError, TrainingError, UserError
+from dflash_core.redaction import without_secrets
 from flows import command, console, server
 from flows.deployments import ARRIVED
 from flows.launch import try_lock
@@ -210,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _watch(arguments)
     except DFlashError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {without_secrets(str(error))}\n")
         return error.exit_code
     except (KeyboardInterrupt, command.Terminated):
         return 128 + signal.SIGINT if arguments.once else 0

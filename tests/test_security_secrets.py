@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +14,7 @@ import pytest
 from dflash_core import experiment as root
 from dflash_core.errors import ConfigError
 from dflash_core.redaction import secret_in, without_secrets
-from flows import command
+from flows import command, serve, server, watch_data
 from flows.secret_blocks import key_from_block
 
 PLANTED = {
@@ -54,6 +56,11 @@ def test_the_search_finds_what_is_there(tmp_path: Path, planted: list[str]) -> N
         ("s3://:plantedPassword@bucket/x.jsonl", "a password in a URL"),
         (f"x {IN_ARGV}", "what looks like a key"),
         (PLANTED["OUR_SERVER_KEY"], "what the environment variable OUR_SERVER_KEY holds"),
+        ("https://me.blob.core.windows.net/c/x.jsonl?sv=2024-11-04&sig=plantedPassword%2B0123%3D", "a key in a URL"),
+        ("gs://b/x?X-Goog-Signature=plantedPassword0123&X-Goog-Expires=60", "a key in a URL"),
+        ("https://example.org/x.jsonl?token=plantedPassword", "a key in a URL"),
+        ("https://example.org/x.jsonl?key=plantedPassword", "a key in a URL"),
+        ("https://example.org/x.jsonl?tokens=7&design=plain&page=2", None),
         ("sftp://me@example.org/x.jsonl", None),
         ("https://example.org/a:b@c/x.jsonl", None),
         ("max_new_tokens: 64, mask_token_id=3", None),
@@ -100,6 +107,33 @@ def test_an_experiment_with_a_secret_is_one_line_without_it(
     assert command.main("train", [str(micro_experiment), "--set", override]) == 2  # before any server is started
     shown = capsys.readouterr()
     assert shown.err.startswith("error: ") and not any(secret in shown.err + shown.out for secret in planted)
+
+
+@pytest.mark.parametrize("main", [server.main, serve.main, watch_data.main], ids=["server", "serve", "watch-data"])
+def test_the_error_of_a_command_shows_no_secret(
+    main: Callable[[list[str]], int],
+    micro_experiment: Path,
+    tmp_path: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://me:plantedPassword@127.0.0.1:9/api")
+    monkeypatch.setenv("DFLASH_CONFINE", "0")
+    (tmp_path / "arrived").mkdir()
+    (tmp_path / "arrived" / "week.jsonl").write_text("{}\n")
+    words = {
+        server.main: ["start"],
+        serve.main: [str(micro_experiment)],
+        watch_data.main: [str(tmp_path / "arrived"), "--once", "--settle", "0.1"],
+    }
+    previous = signal.getsignal(signal.SIGTERM)  # which these commands have raise
+    try:
+        assert main(words[main]) != 0
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    shown = capsys.readouterr()
+    assert "error: " in shown.err and "127.0.0.1:9" in shown.err and "plantedPassword" not in shown.err + shown.out
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from dflash_core.errors import (
 )
 from dflash_core.pipeline import Stopped, Supervisor, watchdog
 from dflash_core.pipeline.threads import start_thread
+from dflash_core.redaction import without_secrets
 from dflash_core.training.assembly import Cell, CellParts, build_cell, prepare_cell
 from dflash_core.training.checkpoint import MEASURED, newest_checkpoint
 from dflash_core.training.devices import CellDevices, cell_devices
@@ -202,7 +203,7 @@ def _close(cell: Cell, failed: bool) -> None:
 def _give_up(job: TrainingJob, group: CellGroup, error: DFlashError) -> None:
     """End this process at once: some thread hears nothing any more, and the other cells must not wait for it."""
     start_thread("last words", _record_failure, job, group, error).join(2.0)  # a dead disk must not hold this up
-    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    sys.stderr.write(f"error: {without_secrets(' '.join(str(error).split()))}\n")
     sys.stderr.flush()
     os._exit(EXIT_TRAINING_FAILED)
 
