@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--limit", type=float, default=5.0, help="seconds that a flow may add; default: %(default)s")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))  # so that the server is stopped, too
     with tempfile.TemporaryDirectory(prefix="flow_overhead_") as folder:
         path = Path(arguments.experiment).resolve() if arguments.experiment else micro_experiment(Path(folder))
         return compare(Path(folder), path, arguments.pairs, arguments.limit)
