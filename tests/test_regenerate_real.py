@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,9 +21,11 @@ import pytest
 from dflash_core.data import load_tokenizer
 from dflash_core.errors import ConfigError
 from dflash_core.experiment_regenerate import regenerate
+from dflash_core.experiment_regenerate_shards import answer_shard, plan_answers, put_together, running
 from tests.conftest import REPOSITORY, TINY_TARGET
 from tests.test_regenerate_run import here, prepared
 from tests.test_regenerate_server import errors, experiment, rows
+from tests.test_regenerate_shards import contents as folder_contents
 
 NEEDS = [name for name in ("openai", "fastapi", "uvicorn", "accelerate") if find_spec(name) is None]
 pytestmark = [
@@ -120,6 +123,12 @@ def test_the_real_server_gives_the_answers_of_this_process(
     assert manifest["answers"][0]["thinking"] is False and manifest["num_sequences"] == len(theirs) - sum(
         manifest["num_rejected"].values()
     )
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "in_shards"))
+    shards = plan_answers(experiment(path, url, max_new_tokens=LIMIT, thinking=False), 3)
+    with running(shards), ThreadPoolExecutor(3) as pool:  # at the same time
+        done = list(pool.map(answer_shard, shards))
+    made = put_together(experiment(path, url, max_new_tokens=LIMIT, thinking=False), done)
+    assert folder_contents(Path(made["path"])) == folder_contents(Path(by_server["path"]))
     monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "here"))
     ours = rows(regenerate(here(path, TINY_TARGET, max_new_tokens=LIMIT, thinking=False)))
     assert len(theirs) == len(ours) == 14

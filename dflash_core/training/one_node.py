@@ -13,8 +13,9 @@ import sys
 import uuid
 from collections.abc import Sequence
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not declared so
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import run as torchrun
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
