@@ -346,3 +346,19 @@ def test_what_a_reader_sees(drafters: Drafters) -> None:
     shown = describe_entry(replace(second, lossless=False), "/somewhere", "the file is damaged")
     assert "lossless               NO" in shown and shown[-1].endswith("the file is damaged")
     assert any(line.startswith("reason") and "all of it above 0" in line for line in shown)
+
+
+def test_reading_starts_no_thread(drafters: Drafters) -> None:
+    """A short command that ends while Arrow starts threads is aborted now and then (exit code 134), with its work done."""
+    drafters.decide("first", 3, None)
+    code = """
+import os, sys
+from pathlib import Path
+from dflash_core.registry.lineage import read_entries
+before = len(os.listdir("/proc/self/task"))
+assert len(read_entries(Path(sys.argv[1]))) == 1
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    table = drafters.registry.folder / "registry.parquet"
+    done = subprocess.run([sys.executable, "-c", code, str(table)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("0\n", "")

@@ -107,7 +107,8 @@ def read_entries(path: Path) -> list[Entry]:
         return []
     try:
         with path.open("rb") as file:
-            table = pq.read_table(pa.py_buffer(file.read()))
+            # Without threads: a program that ends while Arrow starts its own is aborted now and then, after its work is done.
+            table = pq.ParquetFile(pa.py_buffer(file.read()), pre_buffer=False).read(use_threads=False)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())[:160]})") from None
     found = table.schema.metadata or {}
