@@ -346,3 +346,29 @@ def test_what_a_reader_sees(drafters: Drafters) -> None:
     shown = describe_entry(replace(second, lossless=False), "/somewhere", "the file is damaged")
     assert "lossless               NO" in shown and shown[-1].endswith("the file is damaged")
     assert any(line.startswith("reason") and "all of it above 0" in line for line in shown)
+
+
+THREADS = """
+import os, sys
+from pathlib import Path
+from dflash_core.registry.lineage import read_entries
+def threads():
+    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    return [name for name in names if name != "jemalloc_bg_thd"]
+before = threads()
+assert read_entries(Path(sys.argv[1]))
+print(len(threads()) - len(before))
+"""
+
+
+def test_reading_the_table_starts_no_thread(drafters: Drafters) -> None:
+    """A command that reads it ends at once, and a thread of Arrow's that has hardly begun aborts the process then."""
+    drafters.decide("a", 2, None)
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS, str(drafters.registry.folder / "registry.parquet")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "0"

@@ -107,7 +107,8 @@ def read_entries(path: Path) -> list[Entry]:
         return []
     try:
         with path.open("rb") as file:
-            table = pq.read_table(pa.py_buffer(file.read()))
+            # `read_table` starts threads of Arrow's, which now and then abort a process that ends at once (`registry show`).
+            table = pq.ParquetFile(pa.BufferReader(file.read()), pre_buffer=False).read(use_threads=False)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())[:160]})") from None
     found = table.schema.metadata or {}
