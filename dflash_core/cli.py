@@ -227,7 +227,8 @@ def train(
     log_file.parent.mkdir(parents=True, exist_ok=True)
     _log_to(logging.StreamHandler(), logging.FileHandler(log_file))  # the file has tracebacks, the terminal only with --debug
     manifest = root.train_run(config, run_dir)
-    typer.echo(f"{manifest['state']}: {manifest['num_steps']} steps, {run_dir}")
+    if cell in (None, "0"):  # the others may come here before the first has written how the run ended
+        typer.echo(f"{manifest['state']}: {manifest['num_steps']} steps, {run_dir}")
 
 
 @app.command()

@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from dflash_core import cli
+from dflash_core import experiment as root
 from dflash_core.analysis import read_rows
+from dflash_core.training import distributed
 from tests.fake_runs import FakeRun, undocumented, write_run
 
 
@@ -63,6 +65,23 @@ def test_train_evaluate_analyze(
     assert code == 2 and "holds a run with another train.lr" in only_line(err)
     assert json.loads((run_dir / "manifest.json").read_text())["state"] == "completed"
     assert "lr: 0.003" in (run_dir / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", "completed: 4 steps, "), ("1", "")])
+def test_only_the_first_cell_says_how_the_run_ended(
+    rank: str,
+    told: str,
+    micro_experiment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Another one reads the manifest before the first has written its end, and said `running: 0 steps`."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(distributed, "end_with_launcher", lambda: None)
+    monkeypatch.setattr(root, "train_run", lambda *_: {"state": "completed", "num_steps": 4})
+    code, out, _ = dflash(monkeypatch, capsys, "train", micro_experiment, "--run-dir", tmp_path)
+    assert code == 0 and out.strip() == (told and f"{told}{tmp_path}")
 
 
 def test_runs_that_differ_are_analysed_only_on_request(
