@@ -215,8 +215,9 @@ def _read_excluded(folder: Path, manifest: dict[str, Any]) -> dict[int, NDArray[
     """Rows that are left out, by the number of their part."""
     path = folder / EXCLUDED
     try:
-        table = pq.read_table(path, schema=EXCLUDED_SCHEMA)
-    except (OSError, pa.ArrowException) as error:
+        # Without threads of Arrow's, as in histogram.py.
+        table = pq.ParquetFile(path, pre_buffer=False).read(use_threads=False).cast(EXCLUDED_SCHEMA)
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path}: damaged ({' '.join(str(error).split())})") from error
     part, index = (table.column(name).to_numpy() for name in EXCLUDED_SCHEMA.names)
     if table.num_rows != manifest["num_excluded"] or not _in_parts(part, index, manifest["parts"]):

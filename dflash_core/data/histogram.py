@@ -146,7 +146,8 @@ def _bar(share: float, width: int) -> str:
 
 def _read(path: Path) -> pa.Table:
     try:
-        return pq.read_table(path)
+        # Without threads of Arrow's: a command that ends while they start is aborted now and then (registry/lineage.py).
+        return pq.ParquetFile(path, pre_buffer=False).read(use_threads=False)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
     except (OSError, pa.ArrowException) as error:
