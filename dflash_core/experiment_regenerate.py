@@ -381,17 +381,11 @@ def _answer_here(job: AnswerJob, share: Share) -> dict[str, Any]:
             target, prompts, settings.max_new_tokens, temperature=settings.temperature, seeds=seeds, batch_prompts=at_once
         )
 
+    longest, ends = _longest_prompt(target.model.config, settings.max_new_tokens), target.shape.eos_token_ids
     with share.open_log(made_by) as answers:
-        answer_here(
-            share.rows(job, answers),
-            job.tokenizer,
-            job.encoder,
-            decode,
-            target.shape.eos_token_ids,
-            _longest_prompt(target.model.config, settings.max_new_tokens),
-            settings.concurrency,
-            Tally(answers, job.check_row, share.progress),
-        )
+        tally = Tally(answers, job.check_row, share.progress)
+        rows = share.rows(job, answers)
+        answer_here(rows, job.tokenizer, job.encoder, decode, ends, longest, settings.concurrency, tally)
     return made_by
 
 
