@@ -248,7 +248,10 @@ class RegenerateConfig(Config):
     )
     model: str | None = Field(None, description="Name of the target on the server; default: the only one that it serves")
     api_key_env: str | None = Field(None, description="Environment variable that holds the server's key; the key stands nowhere")
-    concurrency: PositiveInt = Field(32, description="Requests under way at once; in this process the prompts decoded together")
+    concurrency: PositiveInt = Field(
+        32,
+        description="Requests under way at once, of all shards together; in process the prompts decoded together, by each shard",
+    )
     max_new_tokens: PositiveInt = Field(1024, description="Most tokens of an answer")
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0: greedy, as drafts are verified by default")
     thinking: bool | None = Field(None, description="Thinking mode of the target; default: as its chat template has it")

@@ -172,6 +172,8 @@ def test_torchrun_starts_all_cells_again_when_one_is_killed(bench: Bench) -> Non
         launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
     try:
         wait_until(lambda: len(rows(run_dir, "steps")) >= 3)
+        # Its own rows of that step, too: a kill between the step and its row would lose the row, which is allowed.
+        wait_until(lambda: any(row["cell"] == 1 and row["step"] >= 2 for row in rows(run_dir, "batches")))
         cells = [p for p in psutil.Process(launcher.pid).children() if "dflash_core" in p.cmdline()]
         [second] = [cell for cell in cells if cell.environ()["RANK"] == "1"]
         second.kill()
