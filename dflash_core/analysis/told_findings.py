@@ -78,6 +78,7 @@ class ToldFindings:
 
 
 def told_findings(runs: Sequence[RunAnalysis]) -> ToldFindings:
+    """The findings of all runs in words, the runs without any, and how to read the kinds that there are."""
     found = {finding.kind for run in runs for finding in run.findings}
     return ToldFindings(
         runs=[ToldRun(run.name, [told_finding(run, one) for one in run.findings]) for run in runs if run.findings],
