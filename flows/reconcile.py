@@ -1,9 +1,10 @@
 """What Prefect shows of flow runs that did not end by themselves.
 
 Flow runs whose process was killed stay RUNNING (or PAUSED, or CANCELLING) for Prefect; this marks them as crashed. Each flow
-run carries tags with its host and its process (id and creation time, because ids are used again): one that a command of ours
-starts from the beginning, one of a deployment as soon as it runs. At the next start on that host the runs without a living
-process are found by them.
+run gets tags with its host and its process (id and creation time, because ids are used again) as soon as it runs. At the next
+start on that host the runs without a living process are found by them. They are not given by Prefect's `tags(...)`: task runs
+would have them, too, and for each that has any Prefect asks for concurrency slots, which makes its SQLite database refuse
+the request now and then (503), and then the task waits for 2 s.
 
 A training that a signal stopped with its state saved raises an error, which Prefect would show as a failure; nothing failed.
 """
@@ -52,7 +53,7 @@ def mark_dead_runs() -> int:
 
 
 def record_process(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Hook of every flow that begins to run: give it the tags of its process, which a deployment's run does not have yet."""
+    """Hook of every flow that begins to run: give its run the tags of its process."""
     if not set(own_tags()) <= set(flow_run.tags):
         others = [tag for tag in flow_run.tags if not tag.startswith(PROCESS)]  # of an earlier attempt
         with get_client(sync_client=True) as client:
