@@ -330,8 +330,12 @@ def doctor(
 ) -> None:
     """Check an experiment file, its topology, its target, and that its data files exist, before anything runs."""
     from dflash_core import experiment as root
+    from dflash_core.experiment_doctor import describe_check
 
-    _show(root.check(root.load_experiment(experiment, overrides or []), gpus))
+    found = root.check(root.load_experiment(experiment, overrides or []), gpus)
+    _show(found)
+    sys.stdout.flush()
+    _draw(describe_check(found))
 
 
 def main() -> None:

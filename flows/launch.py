@@ -179,6 +179,19 @@ def node_lock(folder: Path, label: str, poll_s: float = 0.5) -> Iterator[int]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def only_one(path: Path, otherwise: str) -> Iterator[None]:
+    """Hold the lock file `path`; raises UserError with the line `otherwise` if another process holds it. Makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if not try_lock(descriptor, fcntl.LOCK_EX):
+            raise UserError(otherwise)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def try_lock(descriptor: int, kind: int) -> bool:
     """Take a `flock` of a kind (`LOCK_EX`, `LOCK_SH`) if that is possible at once."""
     try:

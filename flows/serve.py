@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import fcntl
 import logging
 import os
 import signal
 import sys
 import zoneinfo
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +30,7 @@ from dflash_core.errors import ConfigError, DFlashError, TrainingError, UserErro
 from dflash_core.redaction import without_secrets
 from flows import command, console, server
 from flows.deployments import ALL, ARRIVED, DEMO, SLUG, TIMEZONE, WEEKLY, Deployed, experiment_of_event
-from flows.launch import last_error_line, launch, try_lock
+from flows.launch import last_error_line, launch, only_one
 
 if TYPE_CHECKING:
     from prefect.deployments.runner import RunnerDeployment
@@ -106,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m flows.serve", description="Serve all flows as Prefect deployments.")
+    parser = argparse.ArgumentParser(prog="dflash serve", description="Serve all flows as Prefect deployments.")
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"experiment files; default: {DEMO}")
     parser.add_argument(
         "--schedule",
@@ -151,7 +149,9 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> None:
 
     home = workspace()
     log_file = home / "prefect" / "serve.log"
-    with _only_one(home / "locks"), server.session(home) as url:
+    # A second one would take the runs of this one's deployments, and pause them when it ends.
+    only = only_one(home / "locks" / "serve.lock", f"{home}: its deployments are being served already")
+    with only, server.session(home) as url:
         if log_file.exists() and log_file.stat().st_size > LARGEST_LOG:
             log_file.replace(log_file.with_suffix(".log.1"))
         log.info("Prefect: %s; Ctrl-C ends this and what it runs", without_secrets(url.removesuffix("/api")))
@@ -171,19 +171,6 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> None:
 
 def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
-
-
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """A second `serve` would take the runs of the first one's deployments, and pause them when it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / "serve.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if not try_lock(descriptor, fcntl.LOCK_EX):
-            raise UserError(f"{folder.parent}: its deployments are being served already")
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _run_runner(arguments: argparse.Namespace) -> int:

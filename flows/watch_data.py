@@ -17,7 +17,6 @@ import argparse
 import base64
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
 import logging
@@ -29,7 +28,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from dflash_core.errors import DFlashError, TrainingError, UserError
 from dflash_core.redaction import without_secrets
 from flows import command, console, server
 from flows.deployments import ARRIVED
-from flows.launch import try_lock
+from flows.launch import only_one
 
 log = logging.getLogger("flows.watch_data")  # this is `__main__`
 
@@ -75,7 +74,7 @@ class Memory:
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all."""
-        temporary = path.with_suffix(".tmp")  # one writer at a time, see `_only_one`
+        temporary = path.with_suffix(".tmp")  # one writer at a time, see `only_one`
         with temporary.open("w", encoding="utf-8") as file:
             json.dump({"announced": self.announced, "stamps": self.stamps}, file)
             file.flush()
@@ -252,7 +251,7 @@ def _watch(arguments: argparse.Namespace) -> None:
     place = workspace() / "watch"
     place.mkdir(exist_ok=True)
     memory_file = place / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}.json"
-    with _only_one(memory_file.with_suffix(".lock"), folder):
+    with only_one(memory_file.with_suffix(".lock"), f"{folder}: is being watched already"):
         watcher = Watcher(folder, Memory.load(memory_file), arguments.settle)
 
         def announce(new: Mapping[str, str]) -> bool:
@@ -307,18 +306,6 @@ def _announce(watcher: Watcher, new: Mapping[str, str], memory_file: Path, exper
         ", ".join(list(new)[:5]) + (", ..." if len(new) > 5 else ""),
     )
     return True
-
-
-@contextlib.contextmanager
-def _only_one(path: Path, folder: Path) -> Iterator[None]:
-    """Two watchers of one folder would announce everything twice."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if not try_lock(descriptor, fcntl.LOCK_EX):
-            raise UserError(f"{folder}: is being watched already")
-        yield
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

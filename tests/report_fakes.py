@@ -19,6 +19,7 @@ from dflash_core.analysis.one_run import RunAnalysis, analyze_one
 from dflash_core.analysis.runs import load_all_facts, load_metrics
 from dflash_core.analysis.tables import TABLES, table_of
 from dflash_core.config import AnalyzeConfig
+from tests.fake_runs import FakeRun, write_run
 
 CONFIG = AnalyzeConfig()
 STAGES = ("drafter.forward", "drafter.wait", "drafter.optimizer", "target.forward")
@@ -50,6 +51,11 @@ def finding(run_id: str, kind: str = "loss_composition", **changes: Any) -> Find
 def analysed(folders: Sequence[Path], bins: pd.DataFrame | None = None) -> list[RunAnalysis]:
     """The runs without what detectors and models find in them: tests put their own in."""
     return [_bare(analyze_one(facts, CONFIG, np.random.default_rng(7), bins)) for facts in load_all_facts(folders)]
+
+
+def two_runs(root: Path) -> list[RunAnalysis]:
+    """A run in diverse and one in shuffled order, of 60 steps each."""
+    return analysed([write_run(root / name, FakeRun(name=name, order=name, num_steps=60)) for name in ("diverse", "shuffle")])
 
 
 def _bare(run: RunAnalysis) -> RunAnalysis:

@@ -14,6 +14,7 @@ import pytest
 
 from dflash_core.errors import ConfigError, UserError
 from flows import deployments, serve
+from flows.launch import only_one
 from tests.conftest import REPOSITORY
 
 # Both lists in one form: Prefect is imported once, in a process of its own and with a home of its own.
@@ -22,6 +23,7 @@ import json, sys, yaml
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events.schemas.deployment_triggers import DeploymentEventTrigger
 from flows import serve
+from flows.launch import only_one
 from flows.sweep import SweepRequest
 from flows.tasks import Request, markdown_table, told
 
@@ -167,19 +169,18 @@ def test_an_experiment_that_runs_would_be_refused_for_is_not_served(tmp_path: Pa
     serve._check(serve._parser().parse_args(["demo.yaml"]))
 
 
-def test_a_second_serve_is_refused(tmp_path: Path) -> None:
-    with (
-        serve._only_one(tmp_path / "locks"),
-        pytest.raises(UserError, match="served already"),
-        serve._only_one(tmp_path / "locks"),
-    ):
-        pass
+def test_a_second_serve_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path))
+    with only_one(tmp_path / "locks" / "serve.lock", "never"), pytest.raises(UserError, match="served already"):
+        serve._serve(serve._parser().parse_args([]), [])
+    assert not (tmp_path / "prefect").exists(), "no server was started"
 
 
 def test_the_command_knows_what_stands_above_the_core_and_imports_no_prefect(tmp_path: Path) -> None:
     code = """
 import sys
 from flows import cli
+from flows.launch import only_one
 for words in (["--help"], ["server", "status"], ["server", "url"], ["watch-data", "nowhere"], ["sweep", "x", "--grid", "a"]):
     sys.argv = ["dflash", *words]
     try:

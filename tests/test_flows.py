@@ -12,8 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ import pytest
 
 from flows import deployments, server
 from flows.launch import HEADER
+from tests.prefect_api import ask
 
 PATIENCE_S = 100.0
 FAKE = Path(__file__).with_name("fake_experiment.py")
@@ -69,20 +68,7 @@ class Workplace:
         return self.home / "runs" / f"{experiment}-{run}"
 
     def ask(self, path: str, **body: Any) -> Any:
-        """Ask Prefect's API; a server whose database is busy for the moment (503) is asked again, as Prefect's client does."""
-        running = server.find(self.home)
-        assert running is not None
-        request = urllib.request.Request(
-            f"{running.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-        )
-        for attempt in range(10):
-            try:
-                with urllib.request.urlopen(request, timeout=20) as answer:
-                    return json.load(answer)
-            except urllib.error.HTTPError as error:
-                if error.code != 503 or attempt == 9:
-                    raise
-                time.sleep(0.5)
+        return ask(self.home, path, **body)
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +144,11 @@ def test_an_experiment_from_data_to_report_and_again(place: Workplace) -> None:
     assert "## Summary\n\n- nothing stood out." in artifacts[0]["data"] and "# Runs compared" not in artifacts[0]["data"]
     assert any(f"/artifacts/artifact/{artifacts[0]['id']}" in line for line in shown)
     wait_for(lambda: "step 30" in [entry["message"] for entry in place.ask("logs/filter", limit=200)])
+
+    [run] = place.ask("flow_runs/filter", sort="START_TIME_DESC", limit=1)
+    assert sorted(tag.partition(":")[0] for tag in run["tags"]) == ["host", "process"]
+    stages = place.ask("task_runs/filter", flow_runs={"id": {"any_": [run["id"]]}})
+    assert len(stages) == 7 and not [tag for stage in stages for tag in stage["tags"]], "each would ask for slots (reconcile.py)"
 
     again = place.run("experiment", path)
     assert again.code == 0, again.err

@@ -24,13 +24,12 @@ from dflash_core.analysis.tables import table_of
 from dflash_core.analysis.told_findings import finding_lines, told_findings, value_text
 from dflash_core.analysis.told_groups import group_lines, group_tables
 from tests.fake_runs import FakeRun, write_run
-from tests.report_fakes import CONFIG, analysed, content, finding, with_everything
+from tests.report_fakes import CONFIG, analysed, content, finding, two_runs, with_everything
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunAnalysis]:
-    root = tmp_path_factory.mktemp("runs")
-    return analysed([write_run(root / name, FakeRun(name=name, order=name, num_steps=60)) for name in ("diverse", "shuffle")])
+    return two_runs(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,12 @@ from dflash_core.analysis.told_findings import finding_lines, told_findings
 from dflash_core.analysis.told_many import SAID, told_together
 from dflash_core.analysis.told_suspects import suspect_lines
 from tests.fake_runs import FakeRun, write_run
-from tests.report_fakes import analysed, content, finding
+from tests.report_fakes import analysed, content, finding, two_runs
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunAnalysis]:
-    root = tmp_path_factory.mktemp("runs")
-    return analysed([write_run(root / name, FakeRun(name=name, order=name, num_steps=60)) for name in ("diverse", "shuffle")])
+    return two_runs(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")

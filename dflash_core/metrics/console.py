@@ -36,6 +36,7 @@ class ConsoleSink(OptionalSink):
         self._sums = dict.fromkeys(SUMMED_FIELDS, 0.0)
 
     def log(self, stream: str, row: Mapping[str, Any]) -> None:
+        """Count a row of `steps`, and say a line on them when it is time; raises ValueError for an unknown stream."""
         check_stream(stream)
         if stream == "events" and row.get("kind") == "validation":
             logger.info("%s", _validation_line(row))

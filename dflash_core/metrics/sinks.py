@@ -117,6 +117,7 @@ class JsonlSink:
         self._closed = False
 
     def log(self, stream: str, row: Mapping[str, Any]) -> None:
+        """Append one row to the stream's file before returning; raises ValueError for an unknown stream or a closed log."""
         check_stream(stream)
         data = encode_row(row)
         now = time.monotonic()
