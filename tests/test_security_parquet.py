@@ -157,8 +157,8 @@ def test_a_page_that_unfolds_to_more_than_the_limit_is_refused(tmp_path: Path, m
     path = tmp_path / "x.parquet"
     write(pa.table({"id": ["a"], "text": ["b" * (4 * MIB)]}), path, use_dictionary=False)
     assert len(read(path)) == 1
-    monkeypatch.setattr(parquet_bounds, "MAX_PAGES_BYTES", 3 * MIB)
-    assert "row group 1, column text: a page unfolds to 4 MiB" in one_line(path)
+    monkeypatch.setattr(folded, "MAX_UNFOLDED_BYTES", 3 * MIB)
+    assert "row group 1, column text: a page unfolds from 0.0 MiB to 4.0 MiB" in one_line(path)
     write(pa.table({"text": ["b" * (4 * MIB)]}), path, use_dictionary=False, compression="none")
     assert len(read(path)) == 1, "a page that takes as much room in the file is allowed"
 
@@ -169,11 +169,15 @@ def test_lists_that_one_row_could_not_hold_are_refused(tmp_path: Path, monkeypat
     assert "a row of more than 256 MiB" in one_line(path)
     write(turns(repeated("a", 5_000_000), [5_000_000]), path)
     assert "a row with more than 4194304 items in its lists" in one_line(path)
-    monkeypatch.setattr(parquet_bounds, "MAX_NESTED_VALUES", 9_999_999)
+    monkeypatch.setattr(parquet_bounds, "MAX_VALUES", 9_999_999)
     assert "row group 1: 10000000 values in lists" in one_line(path)
+    write(pa.table({"number": range(3000)}), path, max_rows_per_page=3000)
+    monkeypatch.setattr(parquet_bounds, "MAX_VALUES", 2999)
+    assert "row group 1: a page of 3000 values" in one_line(path)
+    monkeypatch.setattr(parquet_bounds, "MAX_VALUES", 3000)
     monkeypatch.setattr(parquet_bounds, "MAX_ROW_BYTES", 4 * MIB)
     write(turns(pa.array(["a" * MIB] * 9), [9]), path, use_dictionary=False, write_batch_size=1)
-    assert "unfold to 9 MiB" in one_line(path)
+    assert "unfold to 9.0 MiB" in one_line(path)
     prefixed = {"messages.list.element.content": "DELTA_BYTE_ARRAY"}
     write(turns(pa.array(["a" * MIB] * 9), [9]), path, use_dictionary=False, column_encoding=prefixed)
     assert "messages.list.element.content: DELTA_BYTE_ARRAY in lists" in one_line(path)
@@ -198,6 +202,28 @@ def test_arrow_files_fold_too(tmp_path: Path, ending: str) -> None:
     assert sum(chunk.num_rows for chunk in chunks) == 3000
     assert max(len(chunk.data) for chunk in chunks) < 2.1 * MIB
     assert read(path) == table.to_pylist()
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4", None])
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("where", ["batch", "dictionary"])
+def test_compressed_arrow_batches_say_what_they_unfold_to(
+    tmp_path: Path, codec: str | None, is_stream: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, texts = tmp_path / "x.arrow", [str(number) + "a" * 100_000 for number in range(20)]
+    column = pa.array(texts)
+    table = pa.table({"id": list(range(20)), "text": column if where == "batch" else column.dictionary_encode()})
+    new = pa.ipc.new_stream if is_stream else pa.ipc.new_file
+    with new(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        writer.write_table(table)
+    assert read(path) == table.to_pylist()
+    monkeypatch.setattr(folded, "MAX_UNFOLDED_BYTES", MIB)
+    if codec is None:
+        assert len(read(path)) == 20, "it takes as much in the file"
+    else:
+        assert "unfolds from 0.0 MiB to 1.9 MiB" in one_line(path)
+    path.write_bytes(path.read_bytes()[:-40])
+    one_line(path)  # cut short
 
 
 ITEMS = st.lists(st.none() | st.text(max_size=5), min_size=1, max_size=12)

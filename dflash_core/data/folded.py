@@ -14,6 +14,23 @@ import pyarrow.compute as pc
 
 MAX_ROW_BYTES = 256 * 2**20  # a larger row is none that anybody trains on; reading it whole would break the bound on memory
 MAX_ROW_ITEMS = 1 << 22  # each becomes a Python object, which takes more than its bytes here
+MAX_UNFOLDED_BYTES = MAX_ROW_BYTES + (64 << 20)  # what is decompressed at once: all columns' pages, a batch of an Arrow file
+MOST_UNFOLDED_BYTES, MAX_RATIO = 1 << 30, 30  # as much where the file itself is large; texts are compressed to a tenth
+
+
+def check_unfolding(unfolded: int, stored: int, what: str) -> None:
+    """Refuse what is decompressed at once and takes so little room in the file that it is no long text.
+
+    Raises:
+        ValueError: it unfolds to more than `MAX_UNFOLDED_BYTES`, or `MOST_UNFOLDED_BYTES` where it takes a thirtieth of that.
+    """
+    if unfolded > min(MOST_UNFOLDED_BYTES, max(MAX_UNFOLDED_BYTES, MAX_RATIO * stored)):
+        raise ValueError(f"{what} unfolds from {mib(stored)} to {mib(unfolded)}; write smaller ones")
+
+
+def mib(size: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{size / (1 << 20):.1f} MiB"
 
 
 def unfolded(batch: pa.RecordBatch, max_bytes: int) -> Iterator[pa.RecordBatch]:

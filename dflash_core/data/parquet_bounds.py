@@ -14,15 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow.parquet as pq
 
-from dflash_core.data.folded import MAX_ROW_BYTES
+from dflash_core.data.folded import MAX_ROW_BYTES, check_unfolding, mib
 from dflash_core.data.parquet_pages import DELTA_BYTE_ARRAY, DICTIONARY_ENCODINGS, ColumnChunk, Source, read_column_chunk
 
 MOST_ROWS = 1024
 BATCH_BYTES = 64 << 20  # what a batch of rows that differ in size may unfold to
-MAX_PAGES_BYTES = MAX_ROW_BYTES + BATCH_BYTES  # the largest page of each column together: all are held at once
-MOST_PAGES_BYTES, MAX_PAGE_RATIO = 1 << 30, 30  # as much where the file itself is large
-MAX_NESTED_VALUES = 1 << 26  # of all lists in a row group, since one row may hold them all
-MAX_RATIO = 100  # texts are compressed to a third or a tenth; lists may stand in one row as a whole
+MAX_VALUES = 1 << 26  # of a page, and of all lists in a row group, since one row may hold them all
+MAX_LISTS_RATIO = 100  # texts are compressed to a third or a tenth; lists may stand in one row as a whole
 ROW_BYTES = 16  # what a value takes beside its text: offsets, levels
 
 
@@ -42,9 +40,9 @@ def plan_row_group(source: Source, metadata: pq.FileMetaData, row_group: int, ma
     """
     group = metadata.row_group(row_group)
     chunks = [read_column_chunk(source, metadata, row_group, column) for column in range(metadata.num_columns)]
-    _check_pages(row_group, chunks)
+    _check_pages(row_group, chunks, source.size())
     nested, flat = [chunk for chunk in chunks if chunk.is_nested], [chunk for chunk in chunks if not chunk.is_nested]
-    _check_nested(row_group, nested)
+    _check_nested(row_group, nested, source.size())
     total = max(group.total_byte_size, sum(chunk.num_bytes for chunk in chunks))
     rows = max(1, min(max_rows, MOST_ROWS, max_bytes * group.num_rows // max(1, total)))
     folded = tuple(chunk.index for chunk in chunks if _unfolds_too_far(chunk, rows))
@@ -57,26 +55,31 @@ def plan_row_group(source: Source, metadata: pq.FileMetaData, row_group: int, ma
     return ReadPlan(rows, folded)
 
 
-def _check_pages(row_group: int, chunks: Sequence[ColumnChunk]) -> None:
-    """Refuse pages that are too large. Long texts make large ones; what takes little room in the file is no such text."""
-    pages, stored = sum(chunk.largest_page for chunk in chunks), sum(chunk.compressed_bytes for chunk in chunks)
-    if pages > min(MOST_PAGES_BYTES, max(MAX_PAGES_BYTES, MAX_PAGE_RATIO * stored)):
+def _check_pages(row_group: int, chunks: Sequence[ColumnChunk], file_bytes: int) -> None:
+    """Refuse pages that are too large; one of each column is held at once."""
+    if chunks:
         worst = max(chunks, key=lambda chunk: chunk.largest_page)
-        raise ValueError(
-            f"row group {row_group + 1}, column {worst.name}: a page unfolds to {_mib(worst.largest_page)}; write smaller pages"
-        )
+        pages, stored = sum(chunk.largest_page for chunk in chunks), _stored(chunks, file_bytes)
+        if (count := max([0, *(page.num_values for chunk in chunks for page in chunk.pages)])) > MAX_VALUES:
+            raise ValueError(f"row group {row_group + 1}: a page of {count} values (at most {MAX_VALUES}); write smaller pages")
+        check_unfolding(pages, stored, f"row group {row_group + 1}, column {worst.name}: a page")
 
 
-def _check_nested(row_group: int, chunks: Sequence[ColumnChunk]) -> None:
+def _stored(chunks: Sequence[ColumnChunk], file_bytes: int) -> int:
+    """What columns take in the file; several may be said to lie in the same place."""
+    return min(file_bytes, sum(chunk.compressed_bytes for chunk in chunks))
+
+
+def _check_nested(row_group: int, chunks: Sequence[ColumnChunk], file_bytes: int) -> None:
     """Refuse lists that one row could not hold; which row holds how many stands only inside the pages."""
     where = f"row group {row_group + 1}"
-    if (count := sum(chunk.num_values for chunk in chunks)) > MAX_NESTED_VALUES:
-        raise ValueError(f"{where}: {count} values in lists (at most {MAX_NESTED_VALUES}); write smaller row groups")
-    unfolded, stored = sum(chunk.num_bytes for chunk in chunks), sum(chunk.compressed_bytes for chunk in chunks)
-    if unfolded > max(MAX_ROW_BYTES, MAX_RATIO * stored):
-        raise ValueError(f"{where}: lists of {_mib(stored)} unfold to {_mib(unfolded)}; write smaller row groups")
+    if (count := sum(chunk.num_values for chunk in chunks)) > MAX_VALUES:
+        raise ValueError(f"{where}: {count} values in lists (at most {MAX_VALUES}); write smaller row groups")
+    unfolded, stored = sum(chunk.num_bytes for chunk in chunks), _stored(chunks, file_bytes)
+    if unfolded > max(MAX_ROW_BYTES, MAX_LISTS_RATIO * stored):
+        raise ValueError(f"{where}: lists of {mib(stored)} unfold to {mib(unfolded)}; write smaller row groups")
     for chunk in chunks:
-        if chunk.value_bytes is not None and chunk.num_values * chunk.value_bytes > MAX_NESTED_VALUES * ROW_BYTES:
+        if chunk.value_bytes is not None and chunk.num_values * chunk.value_bytes > MAX_VALUES * ROW_BYTES:
             raise ValueError(
                 f"{where}, column {chunk.name}: values of {chunk.value_bytes} bytes in lists; write smaller row groups"
             )
@@ -118,7 +121,3 @@ def _most_bytes(chunks: Sequence[ColumnChunk], rows: int, num_rows: int) -> floa
         starts = np.concatenate([values, values - width])
         most += float(np.max(np.interp(starts + width, values, sizes) - np.interp(starts, values, sizes)))
     return most
-
-
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.0f} MiB"

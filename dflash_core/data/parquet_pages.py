@@ -29,6 +29,8 @@ class Source(Protocol):
 
     def read(self, size: int, /) -> bytes: ...
 
+    def size(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -105,6 +107,8 @@ def read_column_chunk(source: Source, metadata: pq.FileMetaData, row_group: int,
             pages.append(Page(max(0, count), unfolded + size, encoding))
             seen += max(0, count)
         position = body + stored
+        if position > source.size():
+            raise ValueError(f"column {schema.path}: a page that ends behind the file")
     return ColumnChunk(
         index=column,
         name=schema.path,

@@ -15,6 +15,7 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dflash_core.data.arrow_bounds import check_arrow
 from dflash_core.data.folded import check_row, unfolded
 from dflash_core.data.parquet_bounds import plan_row_group
 
@@ -70,6 +71,8 @@ def _open_parquet(source: pa.NativeFile, metadata: pq.FileMetaData | None = None
 
 
 def _mapped_pieces(path: Path, max_bytes: int) -> Pieces:
+    with pa.OSFile(str(path)) as source:
+        check_arrow(source, source.size(), is_file=True)
     index = start = 0
     while True:
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
@@ -88,14 +91,16 @@ def _mapped_pieces(path: Path, max_bytes: int) -> Pieces:
 
 
 def _file_pieces(source: pa.NativeFile) -> Pieces:
+    check_arrow(source, source.size(), is_file=True)
     with source, pa.ipc.open_file(source) as reader:
         for index in range(reader.num_record_batches):
             yield _checked(reader.get_batch(index)), (index + 1) / reader.num_record_batches
 
 
 def _stream_pieces(source: pa.NativeFile) -> Pieces:
+    size = max(1, source.size())
+    check_arrow(source, size, is_file=False)
     with source, pa.ipc.open_stream(source) as reader:
-        size = max(1, source.size())
         for batch in reader:
             yield _checked(batch), source.tell() / size
 
