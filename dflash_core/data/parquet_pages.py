@@ -200,6 +200,7 @@ class _Compact:
     def _skip_items(self, kind: int, depth: int) -> None:
         if depth > MOST_NESTED:
             raise ValueError("a page header nested too deep")
+        kinds: tuple[int, ...]
         if kind == MAP:
             count = self._unsigned()
             kinds = divmod(self._byte(), 16) if count else ()
