@@ -105,7 +105,7 @@ def test_what_unfolds_is_read_in_bounded_memory(make: Callable[[Path], None], tm
     count, longest, peak_kib = map(int, done.stdout.split())
     assert count == pq.read_metadata(path).num_rows
     assert longest < 20 * MIB
-    assert peak_kib < 500 << 10  # they unfold to 900 MiB at once and to 2 GiB
+    assert peak_kib < 700 << 10  # they unfold to 900 MiB at once and to 2 GiB
 
 
 @pytest.mark.parametrize("make", [flat, flat_with_arrows_own_schema, lists])
