@@ -5,6 +5,10 @@ that serves it: then paths, with symbolic links followed, must lie inside, and a
 
     DFLASH_ALLOWED_PATHS=/data/chats:/models               more folders
     DFLASH_ALLOWED_URLS="s3://our-bucket/chats https://llm.example.org/v1"   addresses that URLs may begin with
+    DFLASH_ALLOWED_KEY_VARIABLES=OUR_SERVER_KEY             more variables whose value may be sent to a server as its key
+
+The server may be any port of this machine, also one that somebody else listens on. So the key that is sent there is that of
+such a server (`DFLASH_..._KEY`, `VLLM_API_KEY`) and not whatever this process's environment holds.
 
 The check is made when a run starts. It holds against what a parameter says, not against somebody who can put symbolic links
 into an allowed folder while the run goes on.
@@ -25,20 +29,28 @@ from dflash_core.errors import ConfigError
 from dflash_core.experiment_data import workspace
 from dflash_core.experiment_file import ExperimentConfig
 
-ALLOWED_PATHS, ALLOWED_URLS = "DFLASH_ALLOWED_PATHS", "DFLASH_ALLOWED_URLS"
+ALLOWED_PATHS, ALLOWED_URLS, ALLOWED_KEYS = "DFLASH_ALLOWED_PATHS", "DFLASH_ALLOWED_URLS", "DFLASH_ALLOWED_KEY_VARIABLES"
 # Every key that names a place; tests/test_security_confine.py looks for keys that are missing here.
 FILES = ("data.files", "data.held_out", "regenerate.files")
 FOLDERS = ("target.path", "draft.init_from")
 SERVERS = ("regenerate.base_url",)
+KEYS = ("regenerate.api_key_env",)
+# Not OPENAI_API_KEY: it is worth something elsewhere. With vLLM's variable a server on this machine is started.
+OWN_KEY = re.compile(r"DFLASH_([A-Z0-9]+_)*KEY|VLLM_API_KEY")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PACKAGE = re.compile(r"package:[A-Za-z0-9_]+")  # of `a.b` Python would run `a` to find `b`
 
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """Folders (resolved) and beginnings of URLs that are allowed. Every method raises ConfigError, one line."""
+    """Folders (resolved), beginnings of URLs, and variables with keys that are allowed.
+
+    Every method raises ConfigError, one line.
+    """
 
     folders: tuple[Path, ...]
     urls: tuple[str, ...]
+    keys: tuple[str, ...] = ()
 
     @classmethod
     def from_environment(cls) -> Confinement:
@@ -48,7 +60,11 @@ class Confinement:
         more = [Path(text) for text in os.environ.get(ALLOWED_PATHS, "").split(os.pathsep) if text]
         if relative := [str(path) for path in more if not path.is_absolute()]:
             raise ConfigError(f"{ALLOWED_PATHS}: {relative[0]} is not an absolute path")
-        return cls(tuple(path.resolve() for path in [*own, *more]), tuple(os.environ.get(ALLOWED_URLS, "").split()))
+        keys = [name for text in os.environ.get(ALLOWED_KEYS, "").split(",") if (name := text.strip())]
+        if wrong := [name for name in keys if not VARIABLE.fullmatch(name)]:
+            raise ConfigError(f"{ALLOWED_KEYS}: {wrong[0]!r} is not the name of a variable; names stand between commas")
+        folders = tuple(path.resolve() for path in [*own, *more])
+        return cls(folders, tuple(os.environ.get(ALLOWED_URLS, "").split()), tuple(keys))
 
     def check(self, config: ExperimentConfig) -> None:
         """Check every path and address of an experiment and of its runs."""
@@ -63,6 +79,16 @@ class Confinement:
                 for url in _texts(one, key):
                     if not is_loopback(url):
                         self.check_url(key, url)
+            for key in KEYS:
+                for name in _texts(one, key):
+                    self.check_key(key, name)
+
+    def check_key(self, key: str, name: str) -> None:
+        """Refuse a variable, or the Secret block called by it, that is not there to be sent to a server."""
+        if name not in self.keys and not OWN_KEY.fullmatch(name):
+            raise ConfigError(
+                f"{key}: {name}: not allowed here, only DFLASH_..._KEY and VLLM_API_KEY are; {ALLOWED_KEYS} allows others"
+            )
 
     def check_url(self, key: str, url: str) -> None:
         """Refuse an address that was not allowed."""

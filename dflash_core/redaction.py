@@ -16,7 +16,7 @@ SECRET_VARIABLE = re.compile(
     r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH_STRING)(?:_|$)", re.IGNORECASE
 )
 SHORTEST_VALUE = 8  # shorter ones (`1`, `test`) would be found in ordinary words
-URL_PASSWORD = re.compile(r"(?<=://)[^/\s?#@:]*:[^/\s?#@]*@")
+URL_PASSWORD = re.compile(r"(?<=://)[^/\s?#@:]*:[^/\s?#]*@")  # up to the last @, which may stand in a password
 # Who has a signed address (of Azure, Google, Amazon) or one with a token can read what it names, as with a password.
 URL_KEY = re.compile(
     r"(?i)(?<=[?&;])((?:(?:x-(?:goog|amz)-)?(?:sig|signature|credential|security-token)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import urllib.error
+import urllib.parse
 import urllib.request
 
 from dflash_core.errors import UserError
@@ -29,6 +30,24 @@ def healthy(url: str, timeout_s: float) -> bool:
             return bool(answer.status == 200 and answer.read(64).strip() == b"true")
     except (OSError, ValueError):  # refused, timed out, not HTTP
         return False
+
+
+def check_address(url: str) -> None:
+    """Raise UserError for a PREFECT_API_URL that holds a password, or is no address; neither is shown.
+
+    Prefect's client can use such an address in part: it loses its events, and shows the password in its warnings.
+    """
+    if "@" in url:
+        raise UserError(
+            "PREFECT_API_URL: holds a password; take out what stands before the @, and set PREFECT_API_AUTH_STRING=user:password"
+        )
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise UserError("PREFECT_API_URL: not an address such as http://host:4200/api")
 
 
 def check_reachable(url: str, timeout_s: float) -> None:

@@ -1,7 +1,8 @@
 """Keys from Prefect's Secret blocks, where the environment has none.
 
-A deployment's worker may have been started without the user's environment. `regenerate.api_key_env: OUR_SERVER_KEY` then
-also takes the Secret block `our-server-key`, into the environment of this process and only while it is needed.
+A deployment's worker may have been started without the user's environment. `regenerate.api_key_env: DFLASH_SERVER_KEY`
+then also takes the Secret block `dflash-server-key`, into the environment of this process and only while it is needed. Which
+names a form may ask for is checked before, for the variable and the block alike (`dflash_core.experiment_confine`).
 """
 
 from __future__ import annotations

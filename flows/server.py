@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import signal
@@ -26,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -35,7 +34,8 @@ from dflash_core.errors import DFlashError, TrainingError, UserError
 from dflash_core.redaction import without_secrets
 from flows import child
 from flows.launch import last_lines, try_lock
-from flows.loopback import check_reachable, free_port, healthy
+from flows.loopback import check_address, check_reachable, free_port, healthy
+from flows.server_state import Server, family, is_ours, read_state, recorded, server_folder, write_state
 
 log = logging.getLogger(__name__)
 
@@ -53,24 +53,13 @@ QUIET = {
 }
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server as its state file describes it. `create_time` tells its process from a later one with the same id."""
-
-    pid: int
-    create_time: float
-    port: int
-    keep: bool
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/api"
-
-
 def external_url() -> str | None:
-    """The user's own PREFECT_API_URL, if there is one."""
+    """The user's own PREFECT_API_URL, if there is one; raises UserError if it holds a password."""
     url = os.environ.get("PREFECT_API_URL")
-    return url if url and url != os.environ.get(EMBEDDED) else None
+    if not url or url == os.environ.get(EMBEDDED):
+        return None
+    check_address(url)
+    return url
 
 
 def client_environment(folder: Path, url: str) -> dict[str, str]:
@@ -116,8 +105,8 @@ def session(workspace: Path, keep: bool = False) -> Iterator[str]:
         os.environ.update(quiet_logging())
         yield url
         return
-    folder = _folder(workspace)
-    users = os.open(folder / "server.users", os.O_RDWR | os.O_CREAT, 0o644)
+    folder = server_folder(workspace)
+    users = os.open(folder / "server.users", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         with _exclusive(folder):
             server = _ensure(folder, keep)
@@ -128,7 +117,7 @@ def session(workspace: Path, keep: bool = False) -> Iterator[str]:
     finally:
         os.close(users)
         with _exclusive(folder):
-            current = _running(folder)
+            current = recorded(folder)
             if current is not None and not current.keep and not _in_use(folder):
                 _stop(folder, current)
 
@@ -161,12 +150,12 @@ def _start_again(folder: Path, over: threading.Event) -> None:
 
 
 def _has_died(folder: Path) -> bool:
-    return "pid" in _read(folder) and _running(folder) is None
+    return "pid" in read_state(folder) and recorded(folder) is None
 
 
 def start(workspace: Path) -> Server:
     """Start the server, or find it running, and keep it until `stop`."""
-    folder = _folder(workspace)
+    folder = server_folder(workspace)
     with _exclusive(folder):
         return _ensure(folder, keep=True)
 
@@ -177,9 +166,9 @@ def stop(workspace: Path, force: bool = False) -> bool:
     Raises:
         UserError: an experiment uses it and `force` is not given.
     """
-    folder = _folder(workspace)
+    folder = server_folder(workspace)
     with _exclusive(folder):
-        server = _running(folder)
+        server = recorded(folder)
         if server is None:
             return False
         if not force and _in_use(folder):
@@ -190,34 +179,14 @@ def stop(workspace: Path, force: bool = False) -> bool:
 
 def find(workspace: Path) -> Server | None:
     """The workspace's server if it runs and answers, else None. Starts nothing."""
-    server = _running(_folder(workspace))
+    server = recorded(server_folder(workspace))
     return server if server is not None and is_ours(server) and healthy(server.url, HEALTH_S) else None
-
-
-def is_ours(server: Server) -> bool:
-    """True if it is the recorded process itself that listens on the recorded port."""
-    try:
-        process = psutil.Process(server.pid)
-        family = [process, *process.children(recursive=True)] if _same(process, server) else []
-        return any(
-            connection.status == psutil.CONN_LISTEN and connection.laddr.port == server.port
-            for member in family
-            for connection in member.net_connections(kind="inet")
-        )
-    except psutil.Error:
-        return False
-
-
-def _folder(workspace: Path) -> Path:
-    folder = workspace / "prefect"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
     """Only one process at a time changes which server runs."""
-    descriptor = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         deadline = time.monotonic() + LOCK_S
         while not try_lock(descriptor, fcntl.LOCK_EX):
@@ -231,58 +200,30 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 def _in_use(folder: Path) -> bool:
     """True if a process holds the shared lease. Called under `_exclusive`."""
-    descriptor = os.open(folder / "server.users", os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / "server.users", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         return not try_lock(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
 
 
-def _read(folder: Path) -> dict[str, object]:
-    try:
-        state = json.loads((folder / "server.json").read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
-
-
-def _write(folder: Path, state: dict[str, object]) -> None:
-    temporary = folder / ".server.json.tmp"  # one writer at a time, see `_exclusive`
-    temporary.write_text(json.dumps(state) + "\n")
-    temporary.replace(folder / "server.json")
-
-
-def _running(folder: Path) -> Server | None:
-    """The recorded server if its process lives, answering or not."""
-    try:
-        server = Server(**_read(folder))  # type: ignore[arg-type]  # a file with other keys is a TypeError, as below
-        process = psutil.Process(server.pid)
-        return server if _same(process, server) and child.runs(process) else None
-    except (TypeError, psutil.Error):
-        return None
-
-
-def _same(process: psutil.Process, server: Server) -> bool:
-    return abs(process.create_time() - server.create_time) < 0.01
-
-
 def _ensure(folder: Path, keep: bool) -> Server:
-    server = _running(folder)
+    server = recorded(folder)
     if server is not None and not (is_ours(server) and healthy(server.url, HEALTH_S)):
         log.warning("the server (process %d) does not answer; starting it anew", server.pid)
         _stop(folder, server)
         server = _start(folder, server.keep or keep)
     elif server is None:
-        server = _start(folder, keep or _read(folder).get("keep") is True)  # it was killed, nobody has stopped it
+        server = _start(folder, keep or read_state(folder).get("keep") is True)  # it was killed, nobody has stopped it
     elif keep and not server.keep:
         server = replace(server, keep=True)
-        _write(folder, asdict(server))
+        write_state(folder, asdict(server))
     return server
 
 
 def _start(folder: Path, keep: bool) -> Server:
     log.info("starting the background Prefect server (10 to 20 s)")
-    last = _read(folder).get("port")
+    last = read_state(folder).get("port")
     for attempt in range(3):
         # The last port again, so that addresses stay valid; a free one if it is taken or was lost to somebody meanwhile.
         port = free_port(last if attempt == 0 and isinstance(last, int) else 0)
@@ -311,10 +252,11 @@ def _start_on(folder: Path, port: int, keep: bool) -> Server | None:
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            umask=0o077,
         )
     server = Server(process.pid, psutil.Process(process.pid).create_time(), port, keep)
     try:
-        _write(folder, asdict(server))
+        write_state(folder, asdict(server))
         deadline = time.monotonic() + START_S
         while process.poll() is None:
             if is_ours(server) and healthy(server.url, HEALTH_S):
@@ -336,28 +278,14 @@ def server_command(port: int) -> list[str]:
 
 def _stop(folder: Path, server: Server) -> None:
     """End the server's process, its children, and whatever is left in its session."""
-    family = _family(server)
+    left = family(server)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in family:
+        for process in left:
             child.send(process, number)
-        family = child.wait_gone(family, STOP_S)
-    if family:
-        raise TrainingError(f"processes {[process.pid for process in family]} of the background server do not end")
-    _write(folder, {"port": server.port})
-
-
-def _family(server: Server) -> list[psutil.Process]:
-    members: dict[int, psutil.Process] = {}
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(server.pid)
-        if _same(process, server):
-            members = {member.pid: member for member in [process, *process.children(recursive=True)]}
-    if members:  # the server leads its session, so the session's id is its own
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError, psutil.Error):
-                if os.getsid(process.pid) == server.pid:
-                    members.setdefault(process.pid, process)
-    return list(members.values())
+        left = child.wait_gone(left, STOP_S)
+    if left:
+        raise TrainingError(f"processes {[process.pid for process in left]} of the background server do not end")
+    write_state(folder, {"port": server.port})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -379,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _act(action: str, workspace: Path, force: bool) -> tuple[str, int]:
-    if (url := external_url()) and action != "stop":
+    if action != "stop" and (url := external_url()):
         if action == "start":
             raise UserError(f"PREFECT_API_URL is set to {url}; that server is used, and none is started here")
         return (url if action == "url" else f"your own server (PREFECT_API_URL) is used: {url}"), 0

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from dflash_core.errors import ConfigError, UserError
-from dflash_core.experiment_confine import FILES, FOLDERS, SERVERS, Confinement
+from dflash_core.experiment_confine import FILES, FOLDERS, KEYS, SERVERS, Confinement
 from dflash_core.experiment_file import ExperimentConfig, load_experiment
 from flows import deployments
 from flows.tasks import Request
@@ -19,7 +19,7 @@ from tests.conftest import write_micro_experiment
 
 # Texts that name no place: names, words of a closed list, and what other programs take.
 NO_PLACE = {
-    "name", "description", "data.name", "data.columns", "data.template_variables", "regenerate.model", "regenerate.api_key_env",
+    "name", "description", "data.name", "data.columns", "data.template_variables", "regenerate.model",
     "metrics.wandb_project", "topology.devices", "runs",
 }  # fmt: skip
 
@@ -30,7 +30,7 @@ def inside(home: Path, micro_target: Path, monkeypatch: pytest.MonkeyPatch) -> P
     home.mkdir()
     shutil.copytree(micro_target, home / "target")
     monkeypatch.setenv("DFLASH_CONFINE", "1")
-    for name in ("DFLASH_ALLOWED_PATHS", "DFLASH_ALLOWED_URLS"):
+    for name in ("DFLASH_ALLOWED_PATHS", "DFLASH_ALLOWED_URLS", "DFLASH_ALLOWED_KEY_VARIABLES"):
         monkeypatch.delenv(name, raising=False)
     return write_micro_experiment(home, home / "target")
 
@@ -113,6 +113,26 @@ def test_keys_are_sent_to_no_server_but_an_allowed_one(inside: Path, monkeypatch
     refused(inside, "regenerate.base_url=http://example.org/v1.evil")
 
 
+@pytest.mark.parametrize(
+    "name", ["WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "PATH", "XDFLASH_A_KEY", "DFLASH_KEYS", "dflash_a_key"]
+)
+def test_a_form_sends_no_variable_but_one_that_holds_such_a_key(inside: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any port of this machine may be the server, also one that somebody listens on to see what comes."""
+    key = f"regenerate.api_key_env={name}"
+    server = "regenerate.base_url=http://127.0.0.1:8000/v1"
+    assert refused(inside, server, key).startswith(f"regenerate.api_key_env: {name}: not allowed here")
+    assert "not allowed here" in refused(inside, server, f"runs=[{{name: a, set: {{regenerate.api_key_env: {name}}}}}]")
+    for own in ("DFLASH_SERVER_KEY", "DFLASH_KEY", "VLLM_API_KEY"):
+        Request(experiment=str(inside), overrides=(server, f"regenerate.api_key_env={own}")).load()
+    monkeypatch.setenv("DFLASH_ALLOWED_KEY_VARIABLES", f"OTHER_KEY, {name}")
+    Request(experiment=str(inside), overrides=(server, key)).load()
+    refused(inside, server, f"regenerate.api_key_env={name}_2")
+    monkeypatch.setenv("DFLASH_ALLOWED_KEY_VARIABLES", "A_KEY B_KEY")
+    assert refused(inside).startswith("DFLASH_ALLOWED_KEY_VARIABLES: 'A_KEY B_KEY' is not the name of a variable")
+    monkeypatch.setenv("DFLASH_CONFINE", "0")
+    Request(experiment=str(inside), overrides=(server, key)).load()
+
+
 @pytest.mark.parametrize("name", ["../up", "a/b", "..", "/etc", "a\nb", "", ".hidden", "a\0b"])
 @pytest.mark.parametrize("key", ["name", "data.name"])
 def test_names_that_become_folders_hold_no_path(inside: Path, name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +170,7 @@ def test_every_key_that_can_name_a_place_is_known() -> None:
             found |= {f"{name}.{key}" for key, inner in section.model_fields.items() if holds_text(inner.annotation)}
         elif name == "runs" or holds_text(section):
             found.add(name)
-    assert found == {*FILES, *FOLDERS, *SERVERS, *NO_PLACE}
+    assert found == {*FILES, *FOLDERS, *SERVERS, *KEYS, *NO_PLACE}
 
 
 def test_places_are_resolved_when_they_are_allowed(tmp_path: Path) -> None:

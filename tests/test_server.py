@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -255,6 +256,57 @@ def test_the_users_own_server_must_answer(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")  # the discard port
     with pytest.raises(UserError, match="PREFECT_API_URL: no server answers"), server.session(folder):
         pass
+
+
+PASSWORD = "pa55word-of-mine"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (f"http://user:{PASSWORD}@127.0.0.1:9/api", "set PREFECT_API_AUTH_STRING=user:password"),
+        (f"http://user:{PASSWORD}/x@127.0.0.1:9/api", "set PREFECT_API_AUTH_STRING=user:password"),
+        (f"http://{PASSWORD}@127.0.0.1:9/api", "set PREFECT_API_AUTH_STRING=user:password"),
+        (f"http://user:{PASSWORD}", "not an address such as http://host:4200/api"),
+        ("127.0.0.1:4200/api", "not an address such as http://host:4200/api"),
+    ],
+)
+def test_an_address_with_a_password_is_refused_and_never_shown(
+    folder: Path, url: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prefect's client would show it in its warnings, and lose its events."""
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    monkeypatch.setenv("DFLASH_HOME", str(folder))
+    with pytest.raises(UserError) as caught, server.session(folder):
+        pass
+    for action in ("start", "status", "url"):
+        assert server.main([action]) == UserError.exit_code
+    assert server.main(["stop"]) == 0  # the workspace's own
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"error: {caught.value}"] * 3 and said in err
+    assert PASSWORD not in out + err
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_the_server_keeps_is_for_its_owner_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its database holds parameters, logs and Secret blocks. Nobody else's folders are touched, and no umask but its own."""
+    writing = "open('prefect.db', 'w').close()\n" + STAND_IN
+    monkeypatch.setattr(server, "server_command", lambda port: [sys.executable, "-c", writing, str(port)])
+    (folder / "prefect").mkdir()
+    for path in (folder, folder / "prefect"):
+        path.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        with server.session(folder):
+            assert mode(folder / "prefect") == 0o700
+            assert mode(folder / "prefect" / "prefect.db") == 0o600
+            (folder / "mine").touch()
+    finally:
+        os.umask(before)
+    assert (mode(folder), mode(folder / "mine")) == (0o755, 0o644)
 
 
 def test_settings_of_the_user_do_not_reach_the_embedded_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from dflash_core.data.turns import BadRow, Message, check_characters, parse_tool
 
 __all__ = ["BadRow", "Conversation", "Message", "Reject", "parse_row", "reject", "rows_of"]
 
+MAX_LINE_ITEMS = 1 << 24  # `{},` is three bytes and becomes an object that takes twenty times as many
 # Other reasons (aborted, filtered, a stop string) leave open whether the end-of-turn token was the target's own.
 FINISH_REASONS = (None, "stop", "tool_calls", "length")
 # The columns that hold a shape's content, and which of our fields in a column map stand for them.
@@ -88,6 +89,8 @@ def rows_of(chunk: RawChunk) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
 def _json_object(line: bytes) -> dict[str, Any]:
     if line == TOO_LONG:
         raise BadRow("over-long line", f"more than {MAX_LINE_BYTES} bytes")
+    if len(line) > MAX_LINE_ITEMS and line.count(b",") > MAX_LINE_ITEMS:
+        raise BadRow("over-long line", f"more than {MAX_LINE_ITEMS} commas")
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -19,6 +19,7 @@ from typing import IO, Any, Literal
 
 import pyarrow as pa
 
+from dflash_core.data.folded import MAX_ROW_BYTES
 from dflash_core.data.table_files import table_chunks
 from dflash_core.errors import DataError
 from dflash_core.provenance import digest_file, digest_json
@@ -37,8 +38,7 @@ FORMATS: dict[str, Format] = {
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 KNOWN_ENDINGS = ".jsonl, .ndjson and .json, each also with .gz or .zst; .parquet; .arrow and .feather"
 
-# A longer line is no row that anybody trains on; reading it whole would break the bound on memory.
-MAX_LINE_BYTES = 256 * 2**20
+MAX_LINE_BYTES = MAX_ROW_BYTES
 TOO_LONG = b""  # stands for such a line; a blank line is never delivered, so this cannot be one
 READ_BYTES = 1 << 20
 # An array of objects, or an object that goes on in the next line; a row in one line begins otherwise.

@@ -1,21 +1,25 @@
 """Parquet and Arrow files as small Arrow IPC streams, in bounded memory.
 
-Parquet is decoded in small batches of one row group at a time. Of an Arrow file a memory map shows one piece at a time
-and is opened anew now and then: the pages that were read would otherwise all count as this process's memory. Only a
-record batch of an Arrow *stream* is loaded whole, for a stream cannot be entered in the middle.
+Parquet is decoded in small batches of one row group at a time, as `parquet_bounds` plans it. Of an Arrow file a memory map
+shows one piece at a time and is opened anew now and then: the pages that were read would otherwise all count as this process's
+memory. Only a record batch of an Arrow *stream* is loaded whole, for a stream cannot be entered in the middle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dflash_core.data.arrow_bounds import check_arrow
+from dflash_core.data.folded import check_row, unfolded
+from dflash_core.data.parquet_bounds import plan_row_group
+
 READ_BYTES = 1 << 20
-PARQUET_BATCH_ROWS = 1024
 MAPPED_BYTES = 64 << 20
 FILE_MAGIC = b"ARROW1"
 
@@ -45,21 +49,30 @@ def table_chunks(
 
 
 def _parquet_pieces(source: pa.NativeFile, max_rows: int, max_bytes: int) -> Pieces:
-    # With a buffer size column chunks are streamed instead of being loaded whole.
-    with source, pq.ParquetFile(source, buffer_size=READ_BYTES, pre_buffer=False) as parquet:
-        done = 0
+    with source, contextlib.ExitStack() as opened:
+        parquet = opened.enter_context(_open_parquet(source))
+        done, folded = 0, set[int]()
         for index in range(parquet.num_row_groups):
             group = parquet.metadata.row_group(index)
             if not group.num_rows:
                 continue
-            fitting = max_bytes * group.num_rows // max(1, group.total_byte_size)
-            rows = max(1, min(max_rows, PARQUET_BATCH_ROWS, fitting))
-            for batch in parquet.iter_batches(batch_size=rows, row_groups=[index]):
+            plan = plan_row_group(source, parquet.metadata, index, max_rows, max_bytes)
+            if not folded.issuperset(plan.folded_columns):
+                folded.update(plan.folded_columns)
+                parquet = opened.enter_context(_open_parquet(source, parquet.metadata, folded))
+            for batch in parquet.iter_batches(batch_size=plan.batch_rows, row_groups=[index]):
                 done += batch.num_rows
                 yield batch, done / parquet.metadata.num_rows
 
 
+def _open_parquet(source: pa.NativeFile, metadata: pq.FileMetaData | None = None, folded: Iterable[int] = ()) -> pq.ParquetFile:
+    # With a buffer size column chunks are streamed instead of being loaded whole.
+    return pq.ParquetFile(source, buffer_size=READ_BYTES, pre_buffer=False, metadata=metadata, read_dictionary=sorted(folded))
+
+
 def _mapped_pieces(path: Path, max_bytes: int) -> Pieces:
+    with pa.OSFile(str(path)) as source:
+        check_arrow(source, source.size(), is_file=True)
     index = start = 0
     while True:
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
@@ -78,14 +91,16 @@ def _mapped_pieces(path: Path, max_bytes: int) -> Pieces:
 
 
 def _file_pieces(source: pa.NativeFile) -> Pieces:
+    check_arrow(source, source.size(), is_file=True)
     with source, pa.ipc.open_file(source) as reader:
         for index in range(reader.num_record_batches):
             yield _checked(reader.get_batch(index)), (index + 1) / reader.num_record_batches
 
 
 def _stream_pieces(source: pa.NativeFile) -> Pieces:
+    size = max(1, source.size())
+    check_arrow(source, size, is_file=False)
     with source, pa.ipc.open_stream(source) as reader:
-        size = max(1, source.size())
         for batch in reader:
             yield _checked(batch), source.tell() / size
 
@@ -110,10 +125,12 @@ def _first_rows(batch: pa.RecordBatch, max_bytes: int) -> pa.RecordBatch:
 def _chunks(pieces: Pieces, max_rows: int, max_bytes: int) -> Iterator[tuple[int, int, bytes, float]]:
     waiting: list[pa.RecordBatch] = []
     first, rows, size, read = 1, 0, 0, 0.0
-    for whole, share in pieces:
+    for whole, share in ((part, share) for batch, share in pieces for part in unfolded(batch, max_bytes)):
         read, start = share, 0
         while start < whole.num_rows:
             piece = _first_rows(whole.slice(start, max_rows - rows), max_bytes)
+            if piece.num_rows == 1 and piece.nbytes > max_bytes:
+                check_row(piece)
             start += piece.num_rows
             waiting.append(piece)
             rows, size = rows + piece.num_rows, size + piece.nbytes
