@@ -222,7 +222,7 @@ def _ensure(folder: Path, keep: bool) -> Server:
 
 
 def _start(folder: Path, keep: bool) -> Server:
-    log.info("starting the background Prefect server (10 to 20 s)")
+    log.info("starting the background Prefect server (some 10 s on an idle machine)")
     last = read_state(folder).get("port")
     for attempt in range(3):
         # The last port again, so that addresses stay valid; a free one if it is taken or was lost to somebody meanwhile.
@@ -290,7 +290,7 @@ def _stop(folder: Path, server: Server) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code. `status` and `url` end with 1 if no server runs."""
-    parser = argparse.ArgumentParser(prog="python -m flows.server", description="The background Prefect server of the workspace.")
+    parser = argparse.ArgumentParser(prog="dflash server", description="The background Prefect server of the workspace.")
     parser.add_argument("action", choices=["start", "stop", "status", "url"])
     parser.add_argument("--force", action="store_true", help="stop it even if an experiment uses it")
     arguments = parser.parse_args(argv)
@@ -312,7 +312,7 @@ def _act(action: str, workspace: Path, force: bool) -> tuple[str, int]:
             raise UserError(f"PREFECT_API_URL is set to {url}; that server is used, and none is started here")
         return (url if action == "url" else f"your own server (PREFECT_API_URL) is used: {url}"), 0
     if action == "start":
-        return f"the server runs at {_page(start(workspace))}; stop it with: python -m flows.server stop", 0
+        return f"the server runs at {_page(start(workspace))}; stop it with: dflash server stop", 0
     if action == "stop":
         return ("stopped" if stop(workspace, force) else "no server runs"), 0
     server = find(workspace)

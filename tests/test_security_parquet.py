@@ -183,6 +183,16 @@ def test_lists_that_one_row_could_not_hold_are_refused(tmp_path: Path, monkeypat
     assert "messages.list.element.content: DELTA_BYTE_ARRAY in lists" in one_line(path)
 
 
+def test_lists_of_token_ids_that_take_their_room_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_bounds, "MAX_VALUES", 1000)
+    ids = [[(row * 7919 + place * 104_729) % 50_000 for place in range(100)] for row in range(300)]
+    path = tmp_path / "ids.parquet"
+    write(pa.table({"input_ids": pa.array(ids, pa.list_(pa.int32()))}), path, max_rows_per_page=9)
+    assert [row["input_ids"] for row in read(path)] == ids
+    write(pa.table({"input_ids": pa.array([[7] * 100] * 300, pa.list_(pa.int32()))}), path, max_rows_per_page=9)
+    assert "30000 values in lists" in one_line(path)
+
+
 def test_a_damaged_page_header_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     write(pa.table({"text": ["a"] * 9}), path)

@@ -19,7 +19,7 @@ from dflash_core.data.parquet_pages import DELTA_BYTE_ARRAY, DICTIONARY_ENCODING
 
 MOST_ROWS = 1024
 BATCH_BYTES = 64 << 20  # what a batch of rows that differ in size may unfold to
-MAX_VALUES = 1 << 26  # of a page, and of all lists in a row group, since one row may hold them all
+MAX_VALUES = 1 << 26  # of a page, and of all lists in a row group that takes little room, since one row may hold them all
 MAX_LISTS_RATIO = 100  # texts are compressed to a third or a tenth; lists may stand in one row as a whole
 ROW_BYTES = 16  # what a value takes beside its text: offsets, levels
 
@@ -73,13 +73,15 @@ def _stored(chunks: Sequence[ColumnChunk], file_bytes: int) -> int:
 def _check_nested(row_group: int, chunks: Sequence[ColumnChunk], file_bytes: int) -> None:
     """Refuse lists that one row could not hold; which row holds how many stands only inside the pages."""
     where = f"row group {row_group + 1}"
-    if (count := sum(chunk.num_values for chunk in chunks)) > MAX_VALUES:
-        raise ValueError(f"{where}: {count} values in lists (at most {MAX_VALUES}); write smaller row groups")
     unfolded, stored = sum(chunk.num_bytes for chunk in chunks), _stored(chunks, file_bytes)
+    # A million rows of token ids beside their text are fine: they take their room in the file.
+    most = max(MAX_VALUES, MAX_LISTS_RATIO * stored // ROW_BYTES)
+    if (count := sum(chunk.num_values for chunk in chunks)) > most:
+        raise ValueError(f"{where}: {count} values in lists (at most {most}); write smaller row groups")
     if unfolded > max(MAX_ROW_BYTES, MAX_LISTS_RATIO * stored):
         raise ValueError(f"{where}: lists of {mib(stored)} unfold to {mib(unfolded)}; write smaller row groups")
     for chunk in chunks:
-        if chunk.value_bytes is not None and chunk.num_values * chunk.value_bytes > MAX_VALUES * ROW_BYTES:
+        if chunk.value_bytes is not None and chunk.num_values * chunk.value_bytes > most * ROW_BYTES:
             raise ValueError(
                 f"{where}, column {chunk.name}: values of {chunk.value_bytes} bytes in lists; write smaller row groups"
             )
