@@ -42,13 +42,16 @@ REST = [
     Case("direct", "supervisor", KILL, STOPPED, ("CANCELLED",), 4),
     Case("direct", "supervisor", TERM, STOPPED, ("CANCELLED",), 4),
     Case("direct", "training", TERM, STOPPED, ("CANCELLED",), 4),
+    Case("direct", "server", TERM, (), ("RUNNING",)),
     Case("direct", "training", KILL, EITHER, ("CANCELLED", "FAILED"), 4, cells=2),
     Case("served", "flow", INT, STOPPED, ("CANCELLED", "CRASHED")),
     Case("served", "supervisor", KILL, STOPPED, ("CANCELLED",)),
     Case("served", "training", TERM, STOPPED, ("CANCELLED",)),
+    Case("served", "server and flow", KILL, STOPPED, ("CRASHED",)),
     Case("served", "serve", TERM, STOPPED, ("CANCELLED",)),
     Case("served", "serve-supervisor", KILL, STOPPED, ("CANCELLED", "CRASHED")),
     Case("served", "rank", KILL, FAILED, ("FAILED",), cells=2),
+    Case("served", "training", KILL, EITHER, ("CANCELLED", "FAILED"), cells=2),
 ]
 rest = pytest.mark.skipif(os.environ.get("DFLASH_KILL_MATRIX") != "all", reason="needs DFLASH_KILL_MATRIX=all")
 ALL = sorted(
