@@ -87,7 +87,7 @@ def launch(
         family: set[psutil.Process] = set()
         supervisor = None
         try:
-            with _signals_held() as held:
+            with signals_held() as held:
                 supervisor = subprocess.Popen(
                     supervisor_command, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
                     cwd=cwd, env=None if env is None else dict(env), start_new_session=True, pass_fds=tuple(keep_open),
@@ -274,7 +274,7 @@ def _record(supervisor: subprocess.Popen[bytes], family: set[psutil.Process]) ->
 
 def _stop(supervisor: subprocess.Popen[bytes], family: set[psutil.Process], grace_s: float) -> None:
     """End the supervisor and all below it; a further SIGINT or SIGTERM in this time cuts the grace short."""
-    with _signals_held() as held:
+    with signals_held() as held:
         _record(supervisor, family)
         supervisor.terminate()
         deadline = time.monotonic() + grace_s + child.KILL_S + MARGIN_S
@@ -301,7 +301,7 @@ def _end_recorded(family: set[psutil.Process], grace_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _signals_held() -> Iterator[list[int]]:
+def signals_held() -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM instead of raising, so that no exception falls between two steps that belong together.
 
     In a thread other than the main one there is nothing to hold: signals raise only in the main thread.

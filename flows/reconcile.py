@@ -6,7 +6,8 @@ start on that host the runs without a living process are found by them. They are
 would have them, too, and for each that has any Prefect asks for concurrency slots, which makes its SQLite database refuse
 the request now and then (503), and then the task waits for 2 s.
 
-A training that a signal stopped with its state saved raises an error, which Prefect would show as a failure; nothing failed.
+A training that a signal stopped with its state saved raises an error, which Prefect would show as a failure; nothing failed. And
+it would show as crashed what Ctrl-C or SIGTERM has ended, as if the process had been killed; what was done is kept.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import psutil
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.exceptions import TerminationSignal
 from prefect.flows import Flow
 from prefect.states import Cancelled, Crashed
 
@@ -27,6 +29,7 @@ from flows import child
 
 log = logging.getLogger(__name__)
 PROCESS = "process:"
+INTERRUPTED = (KeyboardInterrupt, TerminationSignal)
 UNDER_WAY = (StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING)
 
 
@@ -61,10 +64,15 @@ def record_process(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -
 
 
 def show_as_cancelled(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Hook of every flow that fails: one that a signal stopped in good order was cancelled."""
+    """Hook of every flow that fails or crashes: one that a signal has ended was cancelled."""
     if f"{StoppedBySignal.__name__}: " in (state.message or ""):
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(flow_run.id, Cancelled(message=state.message), force=True)
+        message = state.message
+    elif isinstance(state.data, INTERRUPTED):
+        message = f"Ended by {'SIGTERM' if isinstance(state.data, TerminationSignal) else 'Ctrl-C'}; what was done is kept."
+    else:
+        return
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run.id, Cancelled(message=message), force=True)
 
 
 def _host() -> str:

@@ -26,7 +26,13 @@ from flows.retrain_tasks import RUN_NAME
 from flows.tasks import Request, run_name
 
 
-@flow(name="dflash-retrain", flow_run_name=run_name, on_running=[record_process], on_failure=[show_as_cancelled])
+@flow(
+    name="dflash-retrain",
+    flow_run_name=run_name,
+    on_running=[record_process],
+    on_failure=[show_as_cancelled],
+    on_crashed=[show_as_cancelled],
+)
 def retrain(config: Request) -> State[dict[str, Any]]:
     """Train a drafter on new data, and promote it if it is better than the current one."""
     experiment = retrain_tasks.only_run(config)

@@ -23,13 +23,15 @@ from multiprocessing.connection import wait as wait_for_any
 from types import FrameType
 from typing import TYPE_CHECKING, Any, get_args
 
-from prefect import flow, task
+from prefect import Task, flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from dflash_core.errors import ConfigError, DataError, DFlashError
 from dflash_core.processes import default_num_processes
 from flows import tasks
+from flows.launch import signals_held
+from flows.reconcile import show_as_cancelled
 from flows.secret_blocks import key_from_block
 from flows.tasks import Request, TaskRunnerName
 
@@ -111,7 +113,7 @@ def task_runner(request: Request, watched: Connection | None = None) -> TaskRunn
         raise ConfigError(f"task_runner_address: {name} runs on this node and has none")
     if name == "thread":
         return ThreadPoolTaskRunner(max_workers=workers)
-    return ProcessPoolTaskRunner(max_workers=workers, initializer=_end_with_flow, initargs=(watched,))
+    return _Pool(max_workers=workers, initializer=_end_with_flow, initargs=(watched,))
 
 
 def _cluster(request: Request) -> dict[str, Any]:
@@ -127,6 +129,34 @@ def _cluster(request: Request) -> dict[str, Any]:
         return {"init_kwargs": {"num_cpus": workers, "include_dashboard": False, "log_to_driver": False}}
     local = {"n_workers": workers, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None}
     return {"cluster_kwargs": local}
+
+
+class _Pool(ProcessPoolTaskRunner):
+    """A pool whose processes make no pool of their own.
+
+    Prefect sends the flow's runner along with each task and starts it there once more. Nobody would use it, and its semaphores
+    would be found missing, with two lines of Python's, when a process ends at once.
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., TaskRunner[Any]], tuple[int]]:
+        return ThreadPoolTaskRunner, (1,)
+
+
+def _submit(work: Task[..., Any], number: int, shard: dict[str, Any]) -> Any:
+    """Submit a shard; a signal that arrives meanwhile is raised afterwards, for Prefect would take it for an error of its own.
+
+    Ctrl-C reaches all programs of the terminal. A process of a pool that is just being started would show a traceback, so the
+    threads that start them, and with them the processes, hold SIGINT back.
+    """
+    with signals_held() as held:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            future = work.submit(number, shard)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if held:
+        signal.raise_signal(held[0])
+    return future
 
 
 def _end_with_flow(watched: Connection | None) -> None:
@@ -145,7 +175,7 @@ def _end_with_flow(watched: Connection | None) -> None:
         threading.Thread(target=watch, name="flow", daemon=True).start()
 
 
-@flow(name="dflash-shards")
+@flow(name="dflash-shards", on_crashed=[show_as_cancelled])
 def make_shards(config: Request) -> dict[str, int]:
     """Make the parts of the dataset of an experiment, a task for each shard."""
     from dflash_core.experiment_shards import plan_shards
@@ -156,7 +186,7 @@ def make_shards(config: Request) -> dict[str, int]:
         return {}
     log.info("shards: %d, by task runner %s", len(shards), config.task_runner)
     counts: dict[str, int] = {}
-    for result in _results([make_shard.submit(number, shard) for number, shard in enumerate(shards)]):
+    for result in _results(make_shard, shards):
         for key, value in result.items():
             counts[key] = counts.get(key, 0) + value
     log.info("shards: %d parts, %d rows, %d rejected", counts["num_parts"], counts["num_rows"], counts["num_rejected"])
@@ -171,7 +201,7 @@ def make_shard(number: int, shard: dict[str, Any]) -> dict[str, int]:
     return make(shard)
 
 
-@flow(name="dflash-answer-shards")
+@flow(name="dflash-answer-shards", on_crashed=[show_as_cancelled])
 def answer_shards(config: Request) -> list[dict[str, Any]]:
     """Answer the rows of an experiment, a task for each shard; nothing is returned where the answers are there."""
     from dflash_core.experiment_regenerate_shards import plan_answers, running
@@ -181,7 +211,7 @@ def answer_shards(config: Request) -> list[dict[str, Any]]:
         return []
     log.info("shards: %d, by task runner %s", len(shards), config.task_runner)
     with running(shards):
-        return _results([answer_shard.submit(number, shard) for number, shard in enumerate(shards)])
+        return _results(answer_shard, shards)
 
 
 @task(name="answer-shard", task_run_name="answer shard {number}", cache_policy=NO_CACHE)
@@ -240,12 +270,13 @@ def _wait(future: Any, raise_again: Callable[[], None]) -> None:
             return
 
 
-def _results(futures: Sequence[Any]) -> list[dict[str, Any]]:
+def _results(work: Task[..., Any], shards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What all shards return, once they have ended; raises the first one's error."""
     around = _around.get()
     assert around is not None
     try:
         with _own_signals(around) as raise_again:
+            futures = [_submit(work, number, shard) for number, shard in enumerate(shards)]
             for future in futures:
                 _wait(future, raise_again)
     except BaseException:

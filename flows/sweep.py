@@ -39,7 +39,13 @@ class SweepRequest(Request):
     most: int = Field(MOST_RUNS, ge=1, description="Refuse a grid that makes more runs than this")
 
 
-@flow(name="dflash-sweep", flow_run_name=run_name, on_running=[record_process], on_failure=[show_as_cancelled])
+@flow(
+    name="dflash-sweep",
+    flow_run_name=run_name,
+    on_running=[record_process],
+    on_failure=[show_as_cancelled],
+    on_crashed=[show_as_cancelled],
+)
 def sweep(config: SweepRequest) -> dict[str, Any]:
     """Train an experiment at every point of a grid, and compare all of them."""
     config.load()  # looks where the experiment lies before the grid reads it

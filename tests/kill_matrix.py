@@ -50,6 +50,10 @@ class Case:
         return self.whom in ("serve", "serve-supervisor", "runner")
 
     @property
+    def kills_server(self) -> bool:
+        return "server" in self.whom.split(" and ")
+
+    @property
     def goes_on(self) -> bool:
         """Whether nothing of it stops the training: a server that dies comes back before anybody misses it."""
         return self.whom == "server"
@@ -190,18 +194,24 @@ class Matrix:
             child.send(victim, case.number)
         if self.command is not None:
             assert self.command.wait(PATIENCE_S) == case.code, self.said()
-        wait_for(lambda: {one.pid for one in processes(self.place.home)} <= idle)
+        wait_for(lambda: {one.pid for one in self.left(case)} <= idle)
         if case.ends_serve and self.place.serving is not None:
             self.place.serving.wait(PATIENCE_S)
         assert root.run_state(self.run_dir) in case.states
         assert_whole(self.run_dir, killed=True)
         self.under_way = None
 
+    def left(self, case: Case) -> list[psutil.Process]:
+        """What runs in the workspace; of a server that was killed, and is used by `serve`, not the one that takes its place."""
+        if case.kills_server and self.place.serving is not None:
+            return self.place.below_serve() if server.find(self.place.home) else processes(self.place.home)
+        return processes(self.place.home)
+
     def idle_processes(self, case: Case) -> set[int]:
         """Who may be left: what was there before the run was started."""
         running = server.find(self.place.home)
         assert running is not None
-        stays = set() if "server and" in case.whom else {running.pid, *(one.pid for one in below(running.pid))}
+        stays = set() if case.kills_server else {running.pid, *(one.pid for one in below(running.pid))}
         if self.place.serving is not None and not case.ends_serve:
             stays |= {self.victim(whom).pid for whom in ("serve", "serve-supervisor", "runner")}
         return stays

@@ -144,7 +144,7 @@ def ends_with_its_parent(
         if how == signal.SIGINT:
             os.killpg(parent.pid, how)  # as the terminal does it
         else:
-            parent.kill()
+            parent.send_signal(how)
         _, errors = parent.communicate(timeout=20)
     finally:
         if parent.poll() is None:
@@ -168,7 +168,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal.Signals) -> None:
     rows = [row("answer " * (1 + n % 9) * 20, id=f"s{n}") for n in range(300)]
     file = write(tmp_path / "x.jsonl", rows)

@@ -30,11 +30,12 @@ DIRECT = [
     Case("direct", "rank", KILL, FAILED, ("FAILED",), 3, cells=2),
 ]
 SERVED = [
-    Case("served", "flow", TERM, STOPPED, ("CANCELLED", "CRASHED")),
+    Case("served", "flow", TERM, STOPPED, ("CANCELLED",)),
     Case("served", "flow", KILL, STOPPED, ("CRASHED",)),
     Case("served", "training", KILL, FAILED, ("FAILED",)),
     Case("served", "runner", KILL, STOPPED, ("CANCELLED", "CRASHED")),
     Case("served", "server", KILL, (), ("RUNNING",)),
+    Case("served", "server and flow", KILL, STOPPED, ("CRASHED",)),
     Case("served", "serve", KILL, STOPPED, ("CANCELLED",)),
 ]
 REST = [
@@ -42,13 +43,15 @@ REST = [
     Case("direct", "supervisor", KILL, STOPPED, ("CANCELLED",), 4),
     Case("direct", "supervisor", TERM, STOPPED, ("CANCELLED",), 4),
     Case("direct", "training", TERM, STOPPED, ("CANCELLED",), 4),
+    Case("direct", "server", TERM, (), ("RUNNING",)),
     Case("direct", "training", KILL, EITHER, ("CANCELLED", "FAILED"), 4, cells=2),
-    Case("served", "flow", INT, STOPPED, ("CANCELLED", "CRASHED")),
+    Case("served", "flow", INT, STOPPED, ("CANCELLED",)),
     Case("served", "supervisor", KILL, STOPPED, ("CANCELLED",)),
     Case("served", "training", TERM, STOPPED, ("CANCELLED",)),
     Case("served", "serve", TERM, STOPPED, ("CANCELLED",)),
     Case("served", "serve-supervisor", KILL, STOPPED, ("CANCELLED", "CRASHED")),
     Case("served", "rank", KILL, FAILED, ("FAILED",), cells=2),
+    Case("served", "training", KILL, EITHER, ("CANCELLED", "FAILED"), cells=2),
 ]
 rest = pytest.mark.skipif(os.environ.get("DFLASH_KILL_MATRIX") != "all", reason="needs DFLASH_KILL_MATRIX=all")
 ALL = sorted(

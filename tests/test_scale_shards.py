@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +177,7 @@ class Workplace:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # a group of its own, as a terminal makes it
         )
 
     def manifest(self, name: str) -> dict[str, Any]:
@@ -232,3 +236,35 @@ def test_a_flow_that_is_killed_leaves_no_process_of_its_pool(workplace: Workplac
     process.kill()
     process.communicate(timeout=20)
     assert psutil.wait_procs(workers, timeout=60)[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["the pool starts", "shards are made"])
+def test_ctrl_c_says_one_line_and_is_no_crash(workplace: Workplace, when: str) -> None:
+    """It reaches every process of the terminal, also those that only begin."""
+    name = when.replace(" ", "-")
+    write_corpus(workplace.home / "long.jsonl", 40_000)
+    process = workplace.start(name, "--set", f"data.files=[{workplace.home}/long.jsonl]", "--task-runner", "process")
+    flow, deadline = psutil.Process(process.pid), time.monotonic() + 100
+    while not (
+        any("spawn_main" in " ".join(child.cmdline()) and child.cpu_times().user > 0.3 for child in flow.children())  # it imports
+        if when == "the pool starts"
+        else list(workplace.home.glob(f"datasets/.{name}.building/tokens/part-*.json"))
+    ):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    family = [child for child in flow.children(recursive=True) if "multiprocessing" in " ".join(child.cmdline())]
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, err
+    said = [line for line in err.splitlines() if not re.match(r"\d\d:\d\d:\d\d ", line)]  # without our own lines
+    assert said == ["error: interrupted; run the same command again to go on"], err
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+    running = server.find(workplace.home)
+    assert running is not None
+    request = urllib.request.Request(f"{running.url}/flow_runs/filter", b"{}", {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        runs = sorted(json.load(answer), key=lambda run: run["start_time"])[-2:]
+    assert [(run["state"]["type"], run["state"]["message"]) for run in runs] == [
+        ("CANCELLED", "Ended by Ctrl-C; what was done is kept.")
+    ] * 2
