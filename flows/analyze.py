@@ -14,17 +14,11 @@ from typing import Any
 from prefect import flow
 
 from flows import tasks
-from flows.reconcile import record_process, show_as_cancelled
+from flows.reconcile import HOOKS
 from flows.tasks import Request, run_name
 
 
-@flow(
-    name="dflash-analyze",
-    flow_run_name=run_name,
-    on_running=[record_process],
-    on_failure=[show_as_cancelled],
-    on_crashed=[show_as_cancelled],
-)
+@flow(name="dflash-analyze", flow_run_name=run_name, **HOOKS)
 def analyze(config: Request) -> dict[str, Any]:
     """Compare the runs of an experiment and write the report."""
     run_dirs = tasks.trained(config)

@@ -14,19 +14,13 @@ from typing import Any
 from prefect import flow
 
 from flows import tasks
-from flows.reconcile import record_process, show_as_cancelled
+from flows.reconcile import HOOKS
 from flows.tasks import Request, run_name
 
 COLUMNS = ("acceptance_length", "acceptance_length_untrained", "lossless", "num_prompts")
 
 
-@flow(
-    name="dflash-evaluate",
-    flow_run_name=run_name,
-    on_running=[record_process],
-    on_failure=[show_as_cancelled],
-    on_crashed=[show_as_cancelled],
-)
+@flow(name="dflash-evaluate", flow_run_name=run_name, **HOOKS)
 def evaluate(config: Request) -> dict[str, Any]:
     """Evaluate the trained runs of an experiment, or one of them."""
     run_dirs = tasks.trained(config)

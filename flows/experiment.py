@@ -18,17 +18,11 @@ from typing import Any
 from prefect import flow
 
 from flows import shards, tasks
-from flows.reconcile import record_process, show_as_cancelled
+from flows.reconcile import HOOKS
 from flows.tasks import Request, run_name
 
 
-@flow(
-    name="dflash-experiment",
-    flow_run_name=run_name,
-    on_running=[record_process],
-    on_failure=[show_as_cancelled],
-    on_crashed=[show_as_cancelled],
-)
+@flow(name="dflash-experiment", flow_run_name=run_name, **HOOKS)
 def experiment(config: Request) -> dict[str, Any]:
     """Run an experiment file from its data to its report."""
     return chain(config)

@@ -75,6 +75,13 @@ def show_as_cancelled(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]
         client.set_flow_run_state(flow_run.id, Cancelled(message=message), force=True)
 
 
+HOOKS: dict[str, Any] = {  # of every flow
+    "on_running": [record_process],
+    "on_failure": [show_as_cancelled],
+    "on_crashed": [show_as_cancelled],
+}
+
+
 def _host() -> str:
     return f"host:{socket.gethostname()}"
 

@@ -14,17 +14,11 @@ from typing import Any
 from prefect import flow
 
 from flows import shards
-from flows.reconcile import record_process, show_as_cancelled
+from flows.reconcile import HOOKS
 from flows.tasks import Request, run_name
 
 
-@flow(
-    name="dflash-regenerate",
-    flow_run_name=run_name,
-    on_running=[record_process],
-    on_failure=[show_as_cancelled],
-    on_crashed=[show_as_cancelled],
-)
+@flow(name="dflash-regenerate", flow_run_name=run_name, **HOOKS)
 def regenerate(config: Request) -> dict[str, Any]:
     """Have the target answer the prompts of an experiment anew."""
     answers = shards.regenerate(config, config.load())

@@ -21,18 +21,12 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows import retrain_tasks, tasks
-from flows.reconcile import record_process, show_as_cancelled
+from flows.reconcile import HOOKS
 from flows.retrain_tasks import RUN_NAME
 from flows.tasks import Request, run_name
 
 
-@flow(
-    name="dflash-retrain",
-    flow_run_name=run_name,
-    on_running=[record_process],
-    on_failure=[show_as_cancelled],
-    on_crashed=[show_as_cancelled],
-)
+@flow(name="dflash-retrain", flow_run_name=run_name, **HOOKS)
 def retrain(config: Request) -> State[dict[str, Any]]:
     """Train a drafter on new data, and promote it if it is better than the current one."""
     experiment = retrain_tasks.only_run(config)

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field
 
 from flows import grid as grids
 from flows.experiment import chain
-from flows.reconcile import record_process, show_as_cancelled
+from flows.reconcile import HOOKS
 from flows.tasks import Request, run_name
 
 
@@ -39,13 +39,7 @@ class SweepRequest(Request):
     most: int = Field(MOST_RUNS, ge=1, description="Refuse a grid that makes more runs than this")
 
 
-@flow(
-    name="dflash-sweep",
-    flow_run_name=run_name,
-    on_running=[record_process],
-    on_failure=[show_as_cancelled],
-    on_crashed=[show_as_cancelled],
-)
+@flow(name="dflash-sweep", flow_run_name=run_name, **HOOKS)
 def sweep(config: SweepRequest) -> dict[str, Any]:
     """Train an experiment at every point of a grid, and compare all of them."""
     config.load()  # looks where the experiment lies before the grid reads it

@@ -14,17 +14,11 @@ from typing import Any
 from prefect import flow
 
 from flows import shards, tasks
-from flows.reconcile import record_process, show_as_cancelled
+from flows.reconcile import HOOKS
 from flows.tasks import Request, run_name
 
 
-@flow(
-    name="dflash-train",
-    flow_run_name=run_name,
-    on_running=[record_process],
-    on_failure=[show_as_cancelled],
-    on_crashed=[show_as_cancelled],
-)
+@flow(name="dflash-train", flow_run_name=run_name, **HOOKS)
 def train(config: Request) -> dict[str, Any]:
     """Train the runs of an experiment, or one of them."""
     variants = config.variants()
