@@ -107,6 +107,8 @@ def task_runner(request: Request, watched: Connection | None = None) -> TaskRunn
             module = importlib.import_module(package)
         except ImportError as error:
             raise ConfigError(f"task_runner: {name} needs the extra {name!r}: pip install -e '.[{name}]' ({error})") from None
+        # Dask says its INFO lines on the console, among them a traceback for a connection that its own cluster closes at the end.
+        logging.getLogger("distributed").setLevel(logging.WARNING)
         runner: TaskRunner[Any] = getattr(module, kind)(**settings)
         return runner
     if request.task_runner_address is not None:
