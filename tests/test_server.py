@@ -258,6 +258,50 @@ def test_the_users_own_server_must_answer(folder: Path, monkeypatch: pytest.Monk
         pass
 
 
+def test_an_exported_address_of_the_workspaces_server_uses_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`export PREFECT_API_URL=$(dflash server url)` in a second terminal: its experiment outlives the first one's, and its server."""
+    first = server.session(folder)
+    exported = first.__enter__()
+    monkeypatch.delenv(server.EMBEDDED)  # as another terminal's environment has it
+    monkeypatch.setenv("PREFECT_API_URL", exported + "/")
+    with server.session(folder) as url:
+        assert url == exported
+        monkeypatch.delenv(server.EMBEDDED)
+        first.__exit__(None, None, None)
+        assert server.find(folder) is not None  # in use
+    assert server.find(folder) is None
+
+    monkeypatch.setenv("PREFECT_API_URL", exported)
+    assert server.external_url(folder) is None
+    with server.session(folder) as url:  # the terminal's address is good again
+        assert url == exported
+        assert server.find(folder) is not None
+
+
+def test_somebody_elses_server_on_our_last_port_is_the_users_own(
+    folder: Path, foreign_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = f"http://127.0.0.1:{foreign_port}/api"
+    (folder / "prefect").mkdir()
+    (folder / "prefect" / "server.json").write_text(json.dumps({"port": foreign_port}))
+    monkeypatch.setenv("PREFECT_API_URL", mine)
+    with server.session(folder) as url:
+        assert url == mine
+    assert server.find(folder) is None
+
+
+def test_the_address_of_no_server_is_no_text_to_export(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prefect's commands answer with a traceback where PREFECT_API_URL is a sentence."""
+    monkeypatch.setenv("DFLASH_HOME", str(folder))
+    assert server.main(["url"]) == 1
+    assert capsys.readouterr() == ("", "no server runs\n")
+    running = server.start(folder)
+    assert server.main(["url"]) == 0
+    assert capsys.readouterr().out == running.url + "\n"
+
+
 PASSWORD = "pa55word-of-mine"
 
 
