@@ -130,6 +130,14 @@ def session(workspace: Path, keep: bool = False) -> Iterator[str]:
                 _stop(folder, current)
 
 
+def hold(workspace: Path) -> None:
+    """Count this process as a user of the workspace's server until it ends: the flow run of a worker, which has no `session`."""
+    if external_url(workspace) is None:
+        folder = server_folder(workspace)
+        with _exclusive(folder):
+            fcntl.flock(os.open(folder / "server.users", os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_SH)
+
+
 @contextlib.contextmanager
 def _kept_alive(folder: Path) -> Iterator[None]:
     """For the time of the block, start the server again if it dies; one that somebody has stopped stays so."""

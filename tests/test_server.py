@@ -278,6 +278,21 @@ def test_an_exported_address_of_the_workspaces_server_uses_it(folder: Path, monk
         assert server.find(folder) is not None
 
 
+def test_the_flow_run_of_a_worker_is_a_user_of_its_server(folder: Path) -> None:
+    running = server.start(folder)
+    code = "import pathlib, sys; from flows import server; server.hold(pathlib.Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    environment = {**os.environ, "PREFECT_API_URL": running.url}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdin is not None and run.stdout is not None and run.stdout.readline() == b"\n"
+        with pytest.raises(UserError, match="in use by a running experiment"):
+            server.stop(folder)
+        run.stdin.close()
+        assert run.wait(PATIENCE_S) == 0
+    assert server.stop(folder) and server.find(folder) is None
+
+
 def test_somebody_elses_server_on_our_last_port_is_the_users_own(
     folder: Path, foreign_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
