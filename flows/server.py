@@ -327,6 +327,8 @@ def _act(action: str, workspace: Path, force: bool) -> tuple[str, int]:
     if action != "stop" and (url := external_url(workspace)):
         if action == "start":
             raise UserError(f"PREFECT_API_URL is set to {url}; that server is used, and none is started here")
+        if action == "status":
+            check_reachable(url, 2 * HEALTH_S)
         return (url if action == "url" else f"your own server (PREFECT_API_URL) is used: {url}"), 0
     if action == "start":
         return f"the server runs at {_page(start(workspace))}; stop it with: dflash server stop", 0

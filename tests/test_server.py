@@ -293,6 +293,19 @@ def test_the_flow_run_of_a_worker_is_a_user_of_its_server(folder: Path) -> None:
     assert server.stop(folder) and server.find(folder) is None
 
 
+def test_the_status_of_the_users_own_server_is_asked(
+    folder: Path, foreign_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DFLASH_HOME", str(folder))
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{foreign_port}/api")
+    assert server.main(["status"]) == 0
+    assert f"your own server (PREFECT_API_URL) is used: http://127.0.0.1:{foreign_port}/api" in capsys.readouterr().out
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert server.main(["status"]) == UserError.exit_code
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: PREFECT_API_URL: no server answers at http://127.0.0.1:9/api")
+
+
 def test_somebody_elses_server_on_our_last_port_is_the_users_own(
     folder: Path, foreign_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
