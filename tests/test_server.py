@@ -259,7 +259,7 @@ def test_the_users_own_server_must_answer(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_an_exported_address_of_the_workspaces_server_uses_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`export PREFECT_API_URL=$(dflash server url)` in a second terminal: its experiment outlives the first one's, and its server."""
+    """`export PREFECT_API_URL=$(dflash server url)` in a second terminal: the server stays while it is used there."""
     first = server.session(folder)
     exported = first.__enter__()
     monkeypatch.delenv(server.EMBEDDED)  # as another terminal's environment has it
@@ -280,7 +280,7 @@ def test_an_exported_address_of_the_workspaces_server_uses_it(folder: Path, monk
 
 def test_the_flow_run_of_a_worker_is_a_user_of_its_server(folder: Path) -> None:
     running = server.start(folder)
-    code = "import pathlib, sys; from flows import server; server.hold(pathlib.Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    code = "import pathlib, sys; from flows import server; server.hold(pathlib.Path(sys.argv[1])); print(flush=True); input()"
     environment = {**os.environ, "PREFECT_API_URL": running.url}
     with subprocess.Popen(
         [sys.executable, "-c", code, str(folder)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -288,6 +288,7 @@ def test_the_flow_run_of_a_worker_is_a_user_of_its_server(folder: Path) -> None:
         assert run.stdin is not None and run.stdout is not None and run.stdout.readline() == b"\n"
         with pytest.raises(UserError, match="in use by a running experiment"):
             server.stop(folder)
+        run.stdin.write(b"\n")
         run.stdin.close()
         assert run.wait(PATIENCE_S) == 0
     assert server.stop(folder) and server.find(folder) is None
