@@ -207,4 +207,4 @@ print("prefect" in sys.modules, "torch" in sys.modules)
     assert all(f" {name} " in done.stdout for name in ("server", "serve", "watch-data", "sweep", "prepare", "registry")), done
     assert done.stdout.splitlines()[-1] == "False False", done
     ends = [line for line in done.stderr.splitlines() if not line.startswith("error: ")]
-    assert ends == ["server 1", "server 1", "watch-data 2", "sweep 2"], done.stderr
+    assert ends == ["server 1", "no server runs", "server 1", "watch-data 2", "sweep 2"], done.stderr
