@@ -142,7 +142,7 @@ def _run(stage: str, arguments: argparse.Namespace) -> None:
         from flows import reconcile, tasks
 
         console.tame_prefect()
-        embedded = server.find(workspace()) if server.external_url() is None else None
+        embedded = server.find(workspace()) if server.external_url(workspace()) is None else None
         short_lived = embedded is not None and not embedded.keep
         log.info(
             "Prefect: %s%s",

@@ -25,7 +25,8 @@ from prefect.flows import Flow
 from prefect.states import Cancelled, Crashed
 
 from dflash_core.errors import StoppedBySignal
-from flows import child
+from dflash_core.experiment import workspace
+from flows import child, server
 
 log = logging.getLogger(__name__)
 PROCESS = "process:"
@@ -56,7 +57,9 @@ def mark_dead_runs() -> int:
 
 
 def record_process(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Hook of every flow that begins to run: give its run the tags of its process."""
+    """Hook of every flow that begins to run: give its run the tags of its process; of a worker's, keep the server for it."""
+    if flow_run.deployment_id is not None:
+        server.hold(workspace())
     if not set(own_tags()) <= set(flow_run.tags):
         others = [tag for tag in flow_run.tags if not tag.startswith(PROCESS)]  # of an earlier attempt
         with get_client(sync_client=True) as client:

@@ -35,7 +35,7 @@ from dflash_core.redaction import without_secrets
 from flows import child
 from flows.launch import last_lines, try_lock
 from flows.loopback import check_address, check_reachable, free_port, healthy
-from flows.server_state import Server, family, is_ours, read_state, recorded, server_folder, write_state
+from flows.server_state import FOLDER, Server, api_url, family, is_ours, read_state, recorded, server_folder, write_state
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +53,21 @@ QUIET = {
 }
 
 
-def external_url() -> str | None:
-    """The user's own PREFECT_API_URL, if there is one; raises UserError if it holds a password."""
+def external_url(workspace: Path) -> str | None:
+    """The user's own PREFECT_API_URL, if there is one; raises UserError if it holds a password.
+
+    The address of the workspace's server, exported from `dflash server url`, is none: who has it in his terminal uses that
+    server like everybody else. So it is not stopped while he does, and is started again where it has been stopped since.
+    """
     url = os.environ.get("PREFECT_API_URL")
     if not url or url == os.environ.get(EMBEDDED):
         return None
     check_address(url)
-    return url
+    folder = workspace / FOLDER
+    if url.rstrip("/") != api_url(read_state(folder).get("port")):
+        return url
+    # The port of one that has ended may be somebody else's by now.
+    return url if recorded(folder) is None and healthy(url.rstrip("/"), HEALTH_S) else None
 
 
 def client_environment(folder: Path, url: str) -> dict[str, str]:
@@ -100,7 +108,7 @@ def session(workspace: Path, keep: bool = False) -> Iterator[str]:
     Raises:
         UserError: the user's PREFECT_API_URL does not answer. TrainingError: the server does not start.
     """
-    if url := external_url():
+    if url := external_url(workspace):
         check_reachable(url, 2 * HEALTH_S)
         os.environ.update(quiet_logging())
         yield url
@@ -120,6 +128,14 @@ def session(workspace: Path, keep: bool = False) -> Iterator[str]:
             current = recorded(folder)
             if current is not None and not current.keep and not _in_use(folder):
                 _stop(folder, current)
+
+
+def hold(workspace: Path) -> None:
+    """Count this process as a user of the workspace's server until it ends: the flow run of a worker, which has no `session`."""
+    if external_url(workspace) is None:
+        folder = server_folder(workspace)
+        with _exclusive(folder):
+            fcntl.flock(os.open(folder / "server.users", os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_SH)
 
 
 @contextlib.contextmanager
@@ -302,14 +318,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DFlashError as error:
         sys.stderr.write(f"error: {without_secrets(str(error))}\n")
         return error.exit_code
-    sys.stdout.write(text + "\n")
+    # `export PREFECT_API_URL=$(dflash server url)` is to hold an address or nothing.
+    (sys.stderr if arguments.action == "url" and code else sys.stdout).write(text + "\n")
     return code
 
 
 def _act(action: str, workspace: Path, force: bool) -> tuple[str, int]:
-    if action != "stop" and (url := external_url()):
+    if action != "stop" and (url := external_url(workspace)):
         if action == "start":
             raise UserError(f"PREFECT_API_URL is set to {url}; that server is used, and none is started here")
+        if action == "status":
+            check_reachable(url, 2 * HEALTH_S)
         return (url if action == "url" else f"your own server (PREFECT_API_URL) is used: {url}"), 0
     if action == "start":
         return f"the server runs at {_page(start(workspace))}; stop it with: dflash server stop", 0

@@ -15,6 +15,8 @@ import psutil
 
 from flows import child
 
+FOLDER = "prefect"  # below the workspace
+
 
 @dataclass(frozen=True)
 class Server:
@@ -27,12 +29,17 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/api"
+        return api_url(self.port)
+
+
+def api_url(port: object) -> str:
+    """Where a server on that port of this machine is asked."""
+    return f"http://127.0.0.1:{port}/api"
 
 
 def server_folder(workspace: Path) -> Path:
     """The folder of the workspace's server, for its owner alone: the database holds all parameters, logs and Secret blocks."""
-    folder = workspace / "prefect"
+    folder = workspace / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_mode & 0o077 and found.st_uid == os.geteuid():  # of somebody else's only its owner decides

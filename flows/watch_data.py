@@ -292,8 +292,8 @@ def _look_for_ever(watcher: Watcher, announce: Callable[[Mapping[str, str]], boo
 
 def _announce(watcher: Watcher, new: Mapping[str, str], memory_file: Path, experiment: str | None, home: Path) -> bool:
     """Send the event and remember it; False if no server runs."""
-    embedded = None if server.external_url() else server.find(home)
-    url = server.external_url() or (embedded.url if embedded else None)
+    embedded = None if server.external_url(home) else server.find(home)
+    url = server.external_url(home) or (embedded.url if embedded else None)
     if url is None:
         return False
     send(event(watcher.folder, list(new), experiment), url)

@@ -22,7 +22,8 @@ CODE = """
 import json, sys, yaml
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events.schemas.deployment_triggers import DeploymentEventTrigger
-from flows import serve
+from types import SimpleNamespace
+from flows import reconcile, serve
 from flows.launch import only_one
 from flows.sweep import SweepRequest
 from flows.tasks import Request, markdown_table, told
@@ -55,6 +56,12 @@ def written(one):
         "enforced": True, "paused": False,
     }
 
+def holds_the_server(deployment):
+    held = []
+    reconcile.server.hold = held.append
+    reconcile.record_process(None, SimpleNamespace(deployment_id=deployment, tags=reconcile.own_tags()), None)
+    return bool(held)
+
 experiments, schedule, timezone = json.loads(sys.argv[1])
 print(json.dumps({
     "served": [served(one) for one in serve.build([], None)],
@@ -63,6 +70,7 @@ print(json.dumps({
     "forms": [form(Request), form(SweepRequest)],
     "told": [told("# T\\n\\nmade\\n## A\\n\\n" + "x" * n + "\\n## B\\ny\\n") for n in (10, 70_000)],
     "tables": [markdown_table([dict.fromkeys("abcdefg", n) for n in range(runs)]) for runs in (2, 6)],
+    "holds": [holds_the_server(deployment) for deployment in (None, "id")],
 }))
 """
 
@@ -83,6 +91,10 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     assert done.returncode == 0, done.stderr
     found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
     return found
+
+
+def test_a_run_of_a_deployment_holds_its_server_and_a_command_has_its_session(lists: dict[str, Any]) -> None:
+    assert lists["holds"] == [False, True]
 
 
 def test_prefect_yaml_deploys_what_serve_serves(lists: dict[str, Any]) -> None:
@@ -195,4 +207,4 @@ print("prefect" in sys.modules, "torch" in sys.modules)
     assert all(f" {name} " in done.stdout for name in ("server", "serve", "watch-data", "sweep", "prepare", "registry")), done
     assert done.stdout.splitlines()[-1] == "False False", done
     ends = [line for line in done.stderr.splitlines() if not line.startswith("error: ")]
-    assert ends == ["server 1", "server 1", "watch-data 2", "sweep 2"], done.stderr
+    assert ends == ["server 1", "no server runs", "server 1", "watch-data 2", "sweep 2"], done.stderr

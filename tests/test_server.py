@@ -258,6 +258,79 @@ def test_the_users_own_server_must_answer(folder: Path, monkeypatch: pytest.Monk
         pass
 
 
+def test_an_exported_address_of_the_workspaces_server_uses_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`export PREFECT_API_URL=$(dflash server url)` in a second terminal: the server stays while it is used there."""
+    first = server.session(folder)
+    exported = first.__enter__()
+    monkeypatch.delenv(server.EMBEDDED)  # as another terminal's environment has it
+    monkeypatch.setenv("PREFECT_API_URL", exported + "/")
+    with server.session(folder) as url:
+        assert url == exported
+        monkeypatch.delenv(server.EMBEDDED)
+        first.__exit__(None, None, None)
+        assert server.find(folder) is not None  # in use
+    assert server.find(folder) is None
+
+    monkeypatch.setenv("PREFECT_API_URL", exported)
+    assert server.external_url(folder) is None
+    with server.session(folder) as url:  # the terminal's address is good again
+        assert url == exported
+        assert server.find(folder) is not None
+
+
+def test_the_flow_run_of_a_worker_is_a_user_of_its_server(folder: Path) -> None:
+    running = server.start(folder)
+    code = "import pathlib, sys; from flows import server; server.hold(pathlib.Path(sys.argv[1])); print(flush=True); input()"
+    environment = {**os.environ, "PREFECT_API_URL": running.url}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdin is not None and run.stdout is not None and run.stdout.readline() == b"\n"
+        with pytest.raises(UserError, match="in use by a running experiment"):
+            server.stop(folder)
+        run.stdin.write(b"\n")
+        run.stdin.close()
+        assert run.wait(PATIENCE_S) == 0
+    assert server.stop(folder) and server.find(folder) is None
+
+
+def test_the_status_of_the_users_own_server_is_asked(
+    folder: Path, foreign_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DFLASH_HOME", str(folder))
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{foreign_port}/api")
+    assert server.main(["status"]) == 0
+    assert f"your own server (PREFECT_API_URL) is used: http://127.0.0.1:{foreign_port}/api" in capsys.readouterr().out
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert server.main(["status"]) == UserError.exit_code
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: PREFECT_API_URL: no server answers at http://127.0.0.1:9/api")
+
+
+def test_somebody_elses_server_on_our_last_port_is_the_users_own(
+    folder: Path, foreign_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = f"http://127.0.0.1:{foreign_port}/api"
+    (folder / "prefect").mkdir()
+    (folder / "prefect" / "server.json").write_text(json.dumps({"port": foreign_port}))
+    monkeypatch.setenv("PREFECT_API_URL", mine)
+    with server.session(folder) as url:
+        assert url == mine
+    assert server.find(folder) is None
+
+
+def test_the_address_of_no_server_is_no_text_to_export(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prefect's commands answer with a traceback where PREFECT_API_URL is a sentence."""
+    monkeypatch.setenv("DFLASH_HOME", str(folder))
+    assert server.main(["url"]) == 1
+    assert capsys.readouterr() == ("", "no server runs\n")
+    running = server.start(folder)
+    assert server.main(["url"]) == 0
+    assert capsys.readouterr().out == running.url + "\n"
+
+
 PASSWORD = "pa55word-of-mine"
 
 
