@@ -239,15 +239,19 @@ def _ensure(folder: Path, keep: bool) -> Server:
 
 def _start(folder: Path, keep: bool) -> Server:
     log.info("starting the background Prefect server (some 10 s on an idle machine)")
-    last = read_state(folder).get("port")
+    last, log_file = read_state(folder).get("port"), folder / "server.log"
+    if log_file.exists():
+        log_file.replace(folder / "server.log.1")  # what the one before said, which may have been killed
     for attempt in range(3):
-        # The last port again, so that addresses stay valid; a free one if it is taken or was lost to somebody meanwhile.
-        port = free_port(last if attempt == 0 and isinstance(last, int) else 0)
+        # The last port again, so that addresses stay valid, twice if the start failed for another reason; a free one if it is
+        # taken or was lost to somebody meanwhile.
+        port = free_port(last if attempt < 2 and isinstance(last, int) else 0)
         server = _start_on(folder, port, keep)
         if server is not None:
             return server
-    reason = " | ".join(last_lines(folder / "server.log", 3))
-    raise TrainingError(f"the background server does not start: {reason}; see {folder / 'server.log'}")
+        log.warning("the server ended while it was started: %s", " | ".join(last_lines(log_file, 1)))
+    reason = " | ".join(dict.fromkeys(last_lines(log_file, 3)))
+    raise TrainingError(f"the background server does not start: {reason}; see {log_file}")
 
 
 def _start_on(folder: Path, port: int, keep: bool) -> Server | None:
@@ -259,7 +263,7 @@ def _start_on(folder: Path, port: int, keep: bool) -> Server | None:
         "PREFECT_SERVER_UI_API_URL": "/api",  # else the page calls Prefect's default port
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
-    with (folder / "server.log").open("wb") as sink:
+    with (folder / "server.log").open("ab") as sink:
         process = subprocess.Popen(
             server_command(port),
             cwd=folder,

@@ -237,9 +237,30 @@ def test_a_damaged_state_file_counts_as_none(folder: Path, text: str) -> None:
         assert server.find(folder) is not None
 
 
+def test_a_start_that_fails_once_does_not_cost_the_address(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flows that use the server ask at the port they know, for a minute."""
+    before = server.start(folder)
+    failing = (
+        "import pathlib, sys\nif not pathlib.Path('failed').exists():\n    pathlib.Path('failed').touch(); sys.exit('locked')\n"
+    )
+    monkeypatch.setattr(server, "server_command", lambda port: [sys.executable, "-c", failing + STAND_IN, str(port)])
+    for process in map(psutil.Process, family(before.pid)):
+        process.kill()
+    after = server.start(folder)
+    assert (folder / "prefect" / "failed").exists() and after.pid != before.pid
+    assert after.port == before.port
+    assert "ended while it was started: locked" in caplog.text
+    assert (folder / "prefect" / "server.log").read_text() == "locked\n" and (folder / "prefect" / "server.log.1").exists()
+
+
 def test_a_server_that_cannot_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "server_command", lambda _port: [sys.executable, "-c", "raise SystemExit('no room')"])
-    with pytest.raises(TrainingError, match=r"does not start: no room; see .*server\.log"), server.session(folder):
+    with (
+        pytest.raises(TrainingError, match=r"does not start: no room; see .*server\.log"),
+        server.session(folder),
+    ):
         pass
 
 
