@@ -87,19 +87,19 @@ class Confinement:
         """Refuse a variable, or the Secret block called by it, that is not there to be sent to a server."""
         if name not in self.keys and not OWN_KEY.fullmatch(name):
             raise ConfigError(
-                f"{key}: {name}: not allowed here, only DFLASH_..._KEY and VLLM_API_KEY are; {ALLOWED_KEYS} allows others"
+                f"{key}: {_shown(name)}: not allowed here, only DFLASH_..._KEY and VLLM_API_KEY are; {ALLOWED_KEYS} allows others"
             )
 
     def check_url(self, key: str, url: str) -> None:
         """Refuse an address that was not allowed."""
         if not self._is_allowed(url):
-            raise ConfigError(f"{key}: {url}: not on this machine; {ALLOWED_URLS} allows others")
+            raise ConfigError(f"{key}: {_shown(url)}: not on this machine; {ALLOWED_URLS} allows others")
 
     def check_path(self, key: str, text: str) -> None:
         """Refuse a path that leads outside, itself or through symbolic links; it need not exist."""
         if _is_url(text):
             if not self._is_allowed(text):
-                raise ConfigError(f"{key}: {text}: URLs are not allowed here; {ALLOWED_URLS} allows some")
+                raise ConfigError(f"{key}: {_shown(text)}: URLs are not allowed here; {ALLOWED_URLS} allows some")
             return
         try:
             found = Path(text).resolve()
@@ -107,7 +107,9 @@ class Confinement:
             raise ConfigError(f"{key}: {text!r}: not a usable path") from None
         if not any(found.is_relative_to(folder) for folder in self.folders):
             inside = ", ".join(map(str, self.folders))
-            raise ConfigError(f"{key}: {text}: leads outside the folders allowed here ({inside}); {ALLOWED_PATHS} adds some")
+            raise ConfigError(
+                f"{key}: {_shown(text)}: leads outside the folders allowed here ({inside}); {ALLOWED_PATHS} adds some"
+            )
 
     def check_files(self, key: str, pattern: str) -> None:
         """`check_path` for a path or a glob: where it begins, and every match."""
@@ -116,7 +118,8 @@ class Confinement:
             return
         parts = Path(pattern).parts
         if ".." in parts:
-            raise ConfigError(f"{key}: {pattern}: a pattern with '..' is not allowed here")
+            raise ConfigError(f"{key}: {_shown(pattern)}: a pattern with '..' is not allowed here")
+        self.check_path(key, pattern)  # a file may be called like that, and then it is the one that is read
         fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
         self.check_path(key, str(Path(*parts[:fixed])))
         for match in glob.iglob(pattern, recursive=True):  # noqa: PTH207 - as the files are looked for when they are read
@@ -127,7 +130,7 @@ class Confinement:
         if PACKAGE.fullmatch(text):
             return
         if text.startswith("package:"):  # which is no path, whatever follows
-            raise ConfigError(f"{key}: {text}: not the name of a package")
+            raise ConfigError(f"{key}: {_shown(text)}: not the name of a package")
         self.check_path(key, text)
         if Path(text).is_dir():
             for entry in sorted(Path(text).iterdir()):
@@ -136,6 +139,10 @@ class Confinement:
     def _is_allowed(self, url: str) -> bool:
         plain = "::" not in url and ".." not in url and "%" not in url and "\\" not in url
         return plain and any(url == start or url.startswith(f"{start.rstrip('/')}/") for start in self.urls)
+
+
+def _shown(text: str) -> str:
+    return text if text.isprintable() else repr(text)  # one line, whatever a form sent
 
 
 def _is_url(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -10,16 +11,23 @@ import urllib.request
 from dflash_core.errors import UserError
 
 
-def free_port(preferred: int) -> int:
-    """A free port of 127.0.0.1: the preferred one if that is possible; 0 prefers none."""
+def free_port(preferred: int, patience_s: float = 0.0) -> int:
+    """A free port of 127.0.0.1: the preferred one if it is free or becomes so within `patience_s`; 0 prefers none."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return _bound(preferred)
+        except OSError:
+            if time.monotonic() >= deadline:
+                return _bound(0)
+        time.sleep(0.02)
+
+
+def _bound(port: int) -> int:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", preferred))
-        except OSError:
-            probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        probe.bind(("127.0.0.1", port))
+        return int(probe.getsockname()[1])
 
 
 def healthy(url: str, timeout_s: float) -> bool:

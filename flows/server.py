@@ -43,6 +43,7 @@ START_S = 120.0  # a first start creates the database; about 9 s on two cores
 STOP_S = 15.0
 LOCK_S = 180.0  # longer than a start, which happens under the lock
 HEALTH_S = 5.0
+PORT_S = 5.0  # a killed process counts as gone some 50 ms before its last thread gives its port back
 WATCH_S = 1.0  # Prefect's clients try again for a minute
 EMBEDDED = "DFLASH_EMBEDDED_SERVER"  # marks a PREFECT_API_URL as ours, in this process and its children
 QUIET = {
@@ -245,7 +246,7 @@ def _start(folder: Path, keep: bool) -> Server:
     for attempt in range(3):
         # The last port again, so that addresses stay valid, twice if the start failed for another reason; a free one if it is
         # taken or was lost to somebody meanwhile.
-        port = free_port(last if attempt < 2 and isinstance(last, int) else 0)
+        port = free_port(last if attempt < 2 and isinstance(last, int) else 0, PORT_S)
         server = _start_on(folder, port, keep)
         if server is not None:
             return server

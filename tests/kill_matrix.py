@@ -175,10 +175,13 @@ class Matrix:
         """A server that dies: the training does not notice, the flow is shown again by the one that takes its place."""
         assert self.run_dir is not None
         before, trained = self.victim("server"), self.num_trained()
+        address = server.find(self.place.home)
         training = {one.pid for one in self.place.trainings()}
         self.seen.append(str(case))
         child.send(before, case.number)
         wait_for(lambda: (now := server.find(self.place.home)) is not None and now.pid != before.pid)
+        now = server.find(self.place.home)
+        assert now is not None and address is not None and now.url == address.url, "who uses the server knows no other address"
         [run] = self.earlier_runs()[:1]
         assert self.place.state(run) in case.shown
         wait_for(lambda: self.num_trained() > trained)

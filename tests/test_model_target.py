@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from dflash_core.errors import ConfigError
@@ -224,6 +225,23 @@ def test_a_target_whose_weights_cannot_be_read_is_one_line(micro_target: Path, t
         with pytest.raises(ConfigError, match=rf"^target\.path: .* {why}") as caught:
             FrozenTarget(folder, (1, 2), "float32", "sdpa", "cpu")
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "sub/outside.safetensors", "{outside}", 7, "gone.safetensors"])
+def test_an_index_of_a_target_names_only_files_of_its_folder(micro_target: Path, tmp_path: Path, place: object) -> None:
+    folder, outside = tmp_path / "target", tmp_path / "outside.safetensors"
+    shutil.copytree(micro_target, folder)
+    names = list(safe_open(folder / "model.safetensors", "pt").keys())
+    (folder / "model.safetensors").rename(outside)
+    shutil.copy(outside, folder / "own.safetensors")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "outside.safetensors").symlink_to(outside)
+    where = place.format(outside=outside) if isinstance(place, str) else place
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, where)}))
+    with pytest.raises(ConfigError) as caught:
+        FrozenTarget(folder, (1, 2), "float32", "sdpa", "cpu")
+    assert str(caught.value).startswith(f"target.path: {index}: ") and "\n" not in str(caught.value)
 
 
 def test_a_target_that_does_not_fit_on_its_device_is_one_line(micro_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

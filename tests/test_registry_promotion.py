@@ -104,6 +104,15 @@ def test_a_gain_that_may_be_chance_does_not_promote() -> None:
     assert enough.decision == "kept" and enough.reason.endswith("none of it above 0.5 (retrain.min_gain)")
 
 
+def test_the_interval_is_as_wide_as_the_rule_s_confidence() -> None:
+    """A gain on most prompts, a loss on some: enough at 80 %, not at 99 %."""
+    old = measured([(20, 2.0)] * 12, "old")
+    new = measured([(20, 2.4 if i % 3 else 1.7) for i in range(12)])
+    bold, careful = (verdict(new, old, replace(RULE, confidence=level, num_samples=1000)) for level in (0.8, 0.99))
+    assert bold.promote and " 80 % interval " in bold.reason
+    assert careful.decision == "kept" and " 99 % interval " in careful.reason
+
+
 GOOD, OLD = measured([(10, 3.0)] * 10), measured([(10, 2.0)] * 10, "old")
 
 

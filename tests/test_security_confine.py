@@ -80,6 +80,17 @@ def test_what_was_allowed_is_allowed_and_no_more(inside: Path, tmp_path: Path, m
     assert refused(inside) == "DFLASH_ALLOWED_PATHS: data is not an absolute path"
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        'data.files=["/etc/a\\nb.jsonl"]', 'data.files=["../a\\n*/.."]', 'data.held_out="s3://a\\nb"',
+        'target.path="package:a\\nb"', 'regenerate.base_url="http://a\\nb/v1"', 'regenerate.api_key_env="DFLASH_A_KEY\\n"',
+    ],
+)  # fmt: skip
+def test_what_a_form_sent_cannot_begin_a_line(inside: Path, override: str) -> None:
+    assert refused(inside, "regenerate.base_url=http://127.0.0.1:1/v1", override).startswith(override.partition("=")[0])
+
+
 def test_symbolic_links_are_followed(inside: Path, tmp_path: Path) -> None:
     home, outside = inside.parent, tmp_path / "outside"
     outside.mkdir()
@@ -90,6 +101,9 @@ def test_symbolic_links_are_followed(inside: Path, tmp_path: Path) -> None:
     for pattern in ("link.jsonl", "l*k.jsonl", "folder/train.jsonl", "folder/*.jsonl", "**/train.jsonl"):
         assert "leads outside" in refused(inside, f"data.files=['{home}/{pattern}']")
     assert "not a usable path" in refused(inside, f"data.files=['{home}/loop.jsonl']")
+    for literal in ("[l].jsonl", "wh?t*.jsonl"):  # the file that is called like this is read, not what it would match
+        (home / literal).symlink_to(outside / "train.jsonl")
+        assert "leads outside" in refused(inside, f"data.files=['{home}/{literal}']")
     assert "a pattern with '..'" in refused(inside, f"data.files=['{home}/*/../../x.jsonl']")
     (home / "target" / "model.safetensors").unlink()
     (home / "target" / "model.safetensors").symlink_to(outside / "train.jsonl")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.bench import rows
 from tests.serve_place import ENDED, PATIENCE_S, Place, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -56,6 +57,7 @@ def test_a_chain_is_cancelled_and_the_next_run_goes_on_to_the_report(place: Plac
     assert place.run_dirs() == [run_dir]
     done = place.manifest(run_dir)
     assert (done["state"], done["num_steps"], done["attempt"]) == ("completed", STEPS, 1)
+    assert [row["step"] for row in rows(run_dir, "steps")] == list(range(STEPS)), "it goes on with the step after the last one"
     assert (place.home / "reports" / "micro" / "report.html").exists()
     assert [one["name"] for one in place.runs("experiment")] == ["experiment micro"] * 2
 
@@ -70,16 +72,19 @@ def test_trainings_on_one_node_queue_and_end_with_serve(place: Place) -> None:
     found = place.flow_run(same)
     assert found["state"]["name"] in ("AwaitingConcurrencySlot", "Scheduled", "Late"), "the deployment runs one at a time"
     assert place.state(other) == "RUNNING" and len(place.trainings()) == 1
-    for run in (same, other):
-        place.cancel(run)
-    for run in (same, other):
-        wait_for(lambda run=run: place.state(run) == "CANCELLED")
+    place.cancel(same)
+    wait_for(lambda: place.state(same) == "CANCELLED")
     assert place.state(first) == "RUNNING" and len(place.trainings()) == 1
+    place.cancel(first)
+    wait_for(lambda: place.state(first) == "CANCELLED")
+    assert place.manifest(run_dir)["state"] == "stopped"
+    run_dir = trains(place, before | {run_dir})
+    assert place.state(other) == "RUNNING" and len(place.trainings()) == 1, "the one that waited has its turn"
     assert place.serving is not None
     place.serving.send_signal(signal.SIGINT)
     assert place.serving.wait(PATIENCE_S) == 0, place.said()
     assert not place.below_serve()
-    assert place.manifest(run_dir)["state"] == "stopped" and place.state(first) == "CANCELLED"
+    assert place.manifest(run_dir)["state"] == "stopped" and place.state(other) == "CANCELLED"
     place.serve()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -209,7 +210,22 @@ def bystander() -> Iterator[psutil.Process]:
         process.kill()
 
 
-def test_a_foreign_server_on_the_port_is_not_taken_for_ours(folder: Path, foreign_port: int, bystander: psutil.Process) -> None:
+def test_a_killed_server_s_port_is_waited_for(folder: Path) -> None:
+    """It is taken a little longer than the process is there; flows that use the server know no other port."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        (folder / "prefect").mkdir()
+        (folder / "prefect" / "server.json").write_text(json.dumps({"port": port}))
+        given_back = threading.Timer(0.3, held.close)
+        given_back.start()
+        assert server.start(folder).port == port
+        given_back.join(PATIENCE_S)
+
+
+def test_a_foreign_server_on_the_port_is_not_taken_for_ours(
+    folder: Path, foreign_port: int, bystander: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "PORT_S", 0.1)
     (folder / "prefect").mkdir()
     stale = server.Server(bystander.pid, bystander.create_time() - 5, foreign_port, True)
     (folder / "prefect" / "server.json").write_text(json.dumps(asdict(stale)))

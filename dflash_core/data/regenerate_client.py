@@ -74,6 +74,8 @@ class Counts:
 def check_base_url(url: str) -> str:
     """The URL without a slash at its end; raises ConfigError unless it is a plain http(s) address."""
     key = "regenerate.base_url"
+    if not url.isprintable():
+        raise ConfigError(f"{key}: not a URL (it holds a line end or another character that cannot be printed)")
     try:
         parts = urlsplit(url)
         _ = parts.port

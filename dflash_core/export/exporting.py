@@ -18,7 +18,8 @@ from dflash_core.export.target_rows import TargetRows, read_target_rows
 from dflash_core.export.verify import compare_outputs, compare_rows, compare_weights, verify_zlab
 from dflash_core.export.zlab import write_zlab
 from dflash_core.model.draft import DFlashDraft
-from dflash_core.model.weights import WEIGHTS_FILE, load_draft, read_config
+from dflash_core.model.weight_files import WEIGHTS_FILE
+from dflash_core.model.weights import load_draft, read_config
 from dflash_core.provenance import digest_file
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from dflash_core.data.replace_folder import folder_lock, replaced_folder
 from dflash_core.errors import DataError
-from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE
+from dflash_core.model.weight_files import WEIGHTS_FILE
+from dflash_core.model.weights import CONFIG_FILE
 from dflash_core.provenance import read_json
 
 CARD_FILE = "README.md"

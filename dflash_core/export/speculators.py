@@ -35,7 +35,8 @@ from dflash_core.export.target_rows import TargetRows
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
 from dflash_core.model.spec_file import SLIDING
-from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE
+from dflash_core.model.weight_files import WEIGHTS_FILE
+from dflash_core.model.weights import CONFIG_FILE
 from dflash_core.provenance import read_json, write_atomically, write_json
 
 FORMAT_VERSION = "0.9.0"

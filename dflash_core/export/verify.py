@@ -27,7 +27,8 @@ from dflash_core.errors import DataError
 from dflash_core.export.target_rows import TargetRows
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
-from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, expected_shapes, load_draft, read_config, read_spec
+from dflash_core.model.weight_files import WEIGHTS_FILE
+from dflash_core.model.weights import CONFIG_FILE, expected_shapes, load_draft, read_config, read_spec
 
 CONTEXT, ANCHORS, SEED = 48, (3, 20, 21, 47), 20_260
 BF16_TOLERANCE = 0.05

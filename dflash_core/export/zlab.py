@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from dflash_core.model.draft import DFlashDraft
-from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, draft_config, weight_pieces
+from dflash_core.model.weight_files import WEIGHTS_FILE
+from dflash_core.model.weights import CONFIG_FILE, draft_config, weight_pieces
 
 
 def write_zlab(folder: Path, draft: DFlashDraft, dtype: torch.dtype) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from dflash_core.errors import ConfigError
+from dflash_core.errors import ConfigError, DataError
+from dflash_core.model.weight_files import weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KEY = "target.attn_implementation"
@@ -27,6 +28,10 @@ def load_causal_lm(folder: Path, dtype: str, attn_implementation: str, device: t
 
     if not any(folder.glob("*.safetensors")):  # others are pickles, which run what they hold
         raise ConfigError(f"target.path: {folder} holds no weights in safetensors files; other formats are not read")
+    try:
+        weight_files(folder)  # transformers follows an index wherever it leads
+    except DataError as error:
+        raise ConfigError(f"target.path: {error}") from None
     transformers_logging.disable_progress_bar()  # a bar for one file is noise in a log
     if attn_implementation == "flash_attention_2":
         _check_flash_attention(dtype, device)

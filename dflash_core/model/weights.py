@@ -20,10 +20,11 @@ from torch import Tensor
 from dflash_core.errors import DataError
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
+from dflash_core.model.weight_files import WEIGHTS_FILE, weight_files
 from dflash_core.provenance import write_atomically, write_json
 
 log = logging.getLogger(__name__)
-CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
 FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # Copies of the target's frozen rows that some published files carry; a draft here always takes the target's own.
 TARGETS_TENSORS = frozenset({"embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight", "model.lm_head.weight"})
@@ -59,29 +60,6 @@ def weight_pieces(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little") + text
     for name in sorted(tensors):
         yield tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a draft: `model.safetensors`, or those that an index lists.
-
-    Raises:
-        DataError: there is neither, or the index is damaged or lists a file that is not there.
-    """
-    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
-    if single.exists() or not index.exists():
-        return [single]
-    try:
-        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(placed.values()))
-        inside = all(name == Path(name).name for name in names)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{index}: not a readable index of weights ({type(error).__name__}: {error})") from None
-    if not names or not inside:
-        raise DataError(f"{index}: weight_map does not list files of this folder")
-    for name in names:
-        if not (folder / name).is_file():
-            raise DataError(f"{index}: lists {name}, which is not there")
-    return [folder / name for name in names]
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

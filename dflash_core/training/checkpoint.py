@@ -33,7 +33,8 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from dflash_core.errors import CheckpointError, DataError, SchemaError
 from dflash_core.model.draft import DFlashDraft
 from dflash_core.model.spec import DraftSpec
-from dflash_core.model.weights import CONFIG_FILE, WEIGHTS_FILE, draft_config, load_draft, weight_pieces
+from dflash_core.model.weight_files import WEIGHTS_FILE
+from dflash_core.model.weights import CONFIG_FILE, draft_config, load_draft, weight_pieces
 from dflash_core.provenance import digest_file, digest_json, read_json, sync_to_disk, write_atomically
 from dflash_core.training.hashed_file import HashedFile
 from dflash_core.training.retention import WRITING, Retention, by_step, checkpoint_folder, hide, remove, step_of, sweep

@@ -20,7 +20,6 @@ Shapes: B batch, S sequence, V vocabulary, H hidden size of the target.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch.nn import functional
 from dflash_core.errors import ConfigError, TrainingError
 from dflash_core.model.loss import SOFT_LOSSES
 from dflash_core.model.target import PACKING_TOLERANCE, FrozenTarget
+from dflash_core.model.weight_files import INDEX_FILE, WEIGHTS_FILE, indexed_files
 from dflash_core.training.loop import DraftTrainer
 from dflash_core.training.self_check_report import Figures, Skipped, share_apart
 from dflash_core.training.target_check import check_values, compare_taps
@@ -41,7 +41,6 @@ from dflash_core.training.target_check import check_values, compare_taps
 LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-3}
 # Rows of head and embedding that are compared: evenly spread, so that another matrix or another order is seen.
 NUM_ROWS = 256
-INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F32", "F16", "BF16"}
 
 
@@ -124,13 +123,9 @@ def check_head(target: FrozenTarget, folder: Path) -> Figures | Skipped:
 
 def _stored_tensors(folder: Path) -> dict[str, Path] | None:
     """File of each stored tensor by name; None where there are no safetensors."""
-    index = folder / INDEX_FILE
-    if index.is_file():
-        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in names.items()}
-    path = folder / WEIGHTS_FILE
+    path = folder / WEIGHTS_FILE  # where it is there, an index beside it is not read
     if not path.is_file():
-        return None
+        return indexed_files(folder) if (folder / INDEX_FILE).is_file() else None
     with safe_open(path, framework="pt") as file:
         return dict.fromkeys(file.keys(), path)
 
