@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import yaml
 
 from flows import child, server
 from tests.conftest import REPOSITORY, write_micro_experiment
+from tests.prefect_api import ask
 
 PATIENCE_S = 300.0  # nothing takes a tenth of it, unless the machine is busy with other things
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -108,19 +107,7 @@ class Place:
         self.ask(f"flow_runs/{run}/set_state", state={"type": "CANCELLING"})
 
     def ask(self, path: str, **body: Any) -> Any:
-        """Ask Prefect's API, as POST if there is a body; a server that is busy for the moment (503) is asked again."""
-        running = server.find(self.home)
-        assert running is not None
-        content = json.dumps(body).encode() if body else None
-        request = urllib.request.Request(f"{running.url}/{path}", content, {"Content-Type": "application/json"})
-        for attempt in range(10):
-            try:
-                with urllib.request.urlopen(request, timeout=20) as answer:
-                    return json.load(answer)
-            except urllib.error.HTTPError as error:
-                if error.code != 503 or attempt == 9:
-                    raise
-                time.sleep(0.5)
+        return ask(self.home, path, **body)
 
     def runs(self, flow: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.ask("flow_runs/filter", flows={"name": {"any_": [f"dflash-{flow}"]}})
