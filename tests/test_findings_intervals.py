@@ -10,6 +10,7 @@ from scipy.signal import lfilter
 
 from dflash_core.analysis.compare import mean_estimate
 from dflash_core.analysis.findings.curve_tools import ratio_interval
+from dflash_core.analysis.findings.pipeline_rows import share_of
 from dflash_core.analysis.intervals import MIN_INDEPENDENT, mean_error, student, trend_degree, variance_error
 from dflash_core.analysis.series import detrended, resampled_means, resampled_sds
 
@@ -123,3 +124,15 @@ def test_of_a_ratio_too() -> None:
 
 def test_student_at_known_degrees_of_freedom() -> None:
     assert student(4) == pytest.approx(2.776, abs=1e-3) and student(math.inf) == pytest.approx(1.96, abs=1e-3)
+
+
+def test_a_share_of_slow_steps_has_the_range_of_the_steps() -> None:
+    """Thirty steps whose waits drift are worth fewer than ten, and yet each of them waited for more than a third of its time."""
+    whole = np.linspace(1.0, 2.0, 30)
+    part = whole * np.linspace(0.4, 0.7, 30)
+    share = share_of(part, whole, np.random.default_rng(0))
+    assert share is not None and (share.low, share.high) == (pytest.approx(0.4), pytest.approx(0.7))
+    assert share.value == pytest.approx(part.sum() / whole.sum())
+    independent = share_of(np.random.default_rng(1).uniform(0.4, 0.7, 30), np.ones(30), np.random.default_rng(0))
+    assert independent is not None and 0.45 < independent.low < independent.value < independent.high < 0.65
+    assert share_of(part[:10], whole[:10], np.random.default_rng(0)) is None

@@ -45,7 +45,7 @@ def lists(table: pa.Table, name: str) -> FloatArray:
 
 @dataclass(frozen=True)
 class Share:
-    """A part of the time, 0 to 1, with its 95 % interval."""
+    """A part of the time, 0 to 1, with its 95 % interval, or a wider one (`share_of`)."""
 
     value: float
     low: float
@@ -59,8 +59,10 @@ def share_of(part: FloatArray, whole: FloatArray, rng: Generator) -> Share | Non
     """Sum of `part` over sum of `whole`, with the interval of a block bootstrap over the steps.
 
     A ratio r of sums varies as the mean of (part - r whole) / mean(whole) does, to first order, so that this series is drawn
-    again. None for fewer than `MIN_STEPS_FOR_INTERVAL` steps, for steps worth too few independent ones
-    (`intervals.mean_error`), and where nothing passed.
+    again. Steps worth too few independent ones (`intervals.mean_error`) have the range of the steps' own shares instead, which is
+    wider than any interval of their mean: where each step waited long, no statistics are needed to say so.
+
+    None for fewer than `MIN_STEPS_FOR_INTERVAL` steps, and where nothing passed.
     """
     known = np.isfinite(part) & np.isfinite(whole)
     part, whole = part[known], whole[known]
@@ -73,7 +75,8 @@ def share_of(part: FloatArray, whole: FloatArray, rng: Generator) -> Share | Non
     value = float(part.sum() / whole.sum())
     drawn = resampled_means((part - value * whole) / whole.mean(), rng, RESAMPLES)
     if drawn is None:
-        return None
+        each = (part / whole)[whole > 0]
+        return Share(value, float(each.min()), float(each.max()))
     low, high = np.quantile(drawn, [0.025, 0.975])
     return Share(value, value + float(low), value + float(high))
 
