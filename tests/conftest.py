@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from hypothesis import settings
@@ -50,6 +52,17 @@ def own_logging() -> Iterator[None]:
     yield
     logger.setLevel(level)
     logger.handlers[:] = handlers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_fork_server_outlives_the_tests() -> Iterator[None]:
+    """Python's fork server ends by itself some tenths of a second after its program; here it is gone before."""
+    yield
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("multiprocessing.forkserver" in word for word in process.cmdline()):
+                process.terminate()
+                process.wait(timeout=10)
 
 
 @pytest.fixture(autouse=True)
