@@ -240,6 +240,7 @@ class _Follower:
         self.rest = b""
 
     def read(self, final: bool = False) -> None:
+        """Pass on the lines that have come since; with `final` also one that has no end yet."""
         if self.on_line is None:
             return
         with self.path.open("rb") as file:

@@ -292,8 +292,9 @@ def _look_for_ever(watcher: Watcher, announce: Callable[[Mapping[str, str]], boo
 
 def _announce(watcher: Watcher, new: Mapping[str, str], memory_file: Path, experiment: str | None, home: Path) -> bool:
     """Send the event and remember it; False if no server runs."""
-    embedded = None if server.external_url(home) else server.find(home)
-    url = server.external_url(home) or (embedded.url if embedded else None)
+    url = server.external_url(home)
+    if url is None and (embedded := server.find(home)) is not None:
+        url = embedded.url
     if url is None:
         return False
     send(event(watcher.folder, list(new), experiment), url)

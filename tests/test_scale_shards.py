@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from flows import command, server
 from flows.shards import task_runner
 from flows.tasks import Request
 from tests.conftest import REPOSITORY, write_corpus, write_micro_experiment
+from tests.prefect_api import ask
 
 PLANTED = "planted-server-key-0123456789"
 
@@ -260,11 +260,7 @@ def test_ctrl_c_says_one_line_and_is_no_crash(workplace: Workplace, when: str) -
     said = [line for line in err.splitlines() if not re.match(r"\d\d:\d\d:\d\d ", line)]  # without our own lines
     assert said == ["error: interrupted; run the same command again to go on"], err
     assert psutil.wait_procs(family, timeout=60)[1] == []
-    running = server.find(workplace.home)
-    assert running is not None
-    request = urllib.request.Request(f"{running.url}/flow_runs/filter", b"{}", {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        runs = sorted(json.load(answer), key=lambda run: run["start_time"])[-2:]
+    runs = ask(workplace.home, "flow_runs/filter", sort="START_TIME_DESC", limit=2)
     assert [(run["state"]["type"], run["state"]["message"]) for run in runs] == [
         ("CANCELLED", "Ended by Ctrl-C; what was done is kept.")
     ] * 2

@@ -91,18 +91,20 @@ def _mapped_pieces(path: Path, max_bytes: int) -> Pieces:
 
 
 def _file_pieces(source: pa.NativeFile) -> Pieces:
-    check_arrow(source, source.size(), is_file=True)
-    with source, pa.ipc.open_file(source) as reader:
-        for index in range(reader.num_record_batches):
-            yield _checked(reader.get_batch(index)), (index + 1) / reader.num_record_batches
+    with source:
+        check_arrow(source, source.size(), is_file=True)
+        with pa.ipc.open_file(source) as reader:
+            for index in range(reader.num_record_batches):
+                yield _checked(reader.get_batch(index)), (index + 1) / reader.num_record_batches
 
 
 def _stream_pieces(source: pa.NativeFile) -> Pieces:
-    size = max(1, source.size())
-    check_arrow(source, size, is_file=False)
-    with source, pa.ipc.open_stream(source) as reader:
-        for batch in reader:
-            yield _checked(batch), source.tell() / size
+    with source:
+        size = max(1, source.size())
+        check_arrow(source, size, is_file=False)
+        with pa.ipc.open_stream(source) as reader:
+            for batch in reader:
+                yield _checked(batch), source.tell() / size
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
